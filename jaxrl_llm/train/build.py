@@ -12,6 +12,7 @@ from jaxrl_llm import components
 from jaxrl_llm.agents.service import TokenService
 from jaxrl_llm.data.pipeline import Encoder, NoRows, PromptStream
 from jaxrl_llm.data.tokenizer import with_stop_ids
+from jaxrl_llm.distributed.mesh import Partitioner
 from jaxrl_llm.distributed.processes import Processes
 from jaxrl_llm.experience import Group, Prompt
 from jaxrl_llm.learner import score
@@ -47,6 +48,18 @@ def sampled_policy(sampler: Any, policy: Policy) -> Policy:
             "weights: set it to False, or include gin/adapters/lora.gin"
         )
     return policy
+
+
+def check_tokens(run: Any, policy: Policy, tokenizer: Any, partitioner: Partitioner) -> None:
+    """Raises ValueError where a tokenizer has more tokens than the policy, or a teacher that `run` asks is not there or has others."""
+    size = policy.architecture.vocabulary_size
+    if len(tokenizer) > size:
+        raise ValueError(
+            f"the tokenizer has {len(tokenizer)} tokens and the model's vocabulary {size}: set TOKENIZER and MODEL to a matching pair"
+        )
+    for stage in run.stages:
+        if stage.teacher is not None and stage.taught:
+            score.found(stage.teacher, tokenizer, partitioner)
 
 
 def open_stage(config: Stage, trainer: Any, number: int) -> StageTrainer:

@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from jaxrl_llm.distributed.processes import Processes
 from jaxrl_llm.metrics.run_folder import append_lines, commit, replace_text
 
 SETTINGS, CHANGES = "settings.json", "changes.jsonl"
@@ -158,6 +159,20 @@ def compare(run_dir: Path, run: Any, step: int | None, stage: int, *, as_new: bo
             f"{run_dir} holds a run with other settings, at step {step}: {listed}. Set them as they were{way}, or set RUN_DIR to another "
             "folder"
         )
+    return found
+
+
+def compared(processes: Processes, run_dir: Path, run: Any, step: int | None, stage: int) -> list[Change]:
+    """What `compare` finds on process 0, which alone reads and writes the folder; what it refuses is refused on all of them."""
+    found: list[Change] = []
+    refusal = ""
+    if processes.main:
+        try:
+            found = compare(run_dir, run, step, stage, as_new=run.resume_as_new)
+        except ValueError as error:
+            refusal = str(error)
+    if refusal := processes.broadcast(refusal):
+        raise ValueError(refusal)
     return found
 
 

@@ -1,6 +1,5 @@
 """Makes one step of a stage: groups are collected and packed, token stats and advantages are computed, and the learner updates."""
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -30,8 +29,6 @@ from jaxrl_llm.train.phases import WHOLE, Phase
 from jaxrl_llm.train.progress import Progress, part
 from jaxrl_llm.train.stage import Stage
 
-_log = logging.getLogger(__name__)
-
 UNREWARDED = 3  # number of steps in a row without a valid reward, after which a run ends
 
 
@@ -50,6 +47,11 @@ class StepResult:
     stats: TokenStats
     advantages: Advantages
     measured: Mapping[str, float]
+
+    @property
+    def sequences(self) -> int:
+        """The number of sequences that were learned from."""
+        return len(self.batch.rollouts)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -73,7 +75,7 @@ class StageTrainer:
       controls: values of the controllers of the algorithm and of the schedule.
       phase: the phase of the current step.
       unrewarded: number of steps in a row until now without a valid reward.
-      played: metrics of the step's environments and agents.
+      aside: metrics that parts of the step measure, of its environments and agents and of the policy's own output.
     """
 
     config: Stage
@@ -92,7 +94,7 @@ class StageTrainer:
     controls: dict[str, float] = field(default_factory=dict)
     phase: Phase = WHOLE
     unrewarded: int = 0
-    played: Mapping[str, float] = field(default_factory=dict)
+    aside: dict[str, float] = field(default_factory=dict)
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
@@ -102,7 +104,7 @@ class StageTrainer:
         await self.frozen.refresh(state.policy, step - self.offset - 1)
         groups = await self.groups(step)
         batch = await self.pack(groups)
-        stats, own = await self.token_stats(state, batch, step)
+        stats = await self.token_stats(state, batch, step)
         batch, stats = with_routes(batch, stats)
         if self.rescores:
             batch = await self.rescored(batch, stats)
@@ -111,7 +113,7 @@ class StageTrainer:
         advantages = await self.advantages(sequences)
         state, measured = await self.update(state, batch, sequences, advantages, step)
         result = StepResult(batch=batch, stats=stats, advantages=advantages, measured=measured)
-        metrics = self.metrics(result, step) | own
+        metrics = self.metrics(result, step)
         self.check(metrics, state)
         return state, metrics, result
 
@@ -140,7 +142,8 @@ class StageTrainer:
             )
         if config.plays:
             kept = bounded(groups, config.packing, config.branches_kept)
-            self.played, groups = trajectories.of_groups(groups, kept), kept.groups
+            self.aside |= trajectories.of_groups(groups, kept)
+            groups = kept.groups
         return Batch.build(
             groups, config.packing, minibatches=config.minibatches, sources=self.sources,
             response_tokens=config.response_tokens, capacity=config.sequences,
@@ -148,19 +151,15 @@ class StageTrainer:
 
     @part("scoring", "score")
     @explained("scoring")
-    def token_stats(self, state: TrainState, batch: Batch, step: int) -> tuple[TokenStats, dict[str, float]]:
-        """Returns token stats [S, T] of the current phase, and metrics of the policy's own output where they are due.
-
-        Token stats that nothing reads at this step are left out.
-        """
+    def token_stats(self, state: TrainState, batch: Batch, step: int) -> TokenStats:
+        """Returns token stats [S, T] of the current phase but those that nothing reads at this step, and measures the policy's own where due."""
         if not (self.scores_policy(step) or self.frozen.score):
-            return {}, {}
-        own = {}
+            return {}
         within = step - self.offset
         if self.phase.view is not None and (within == 1 or within % self.config.gap_every == 0):
-            stats = self.stats_of(self.learner, state, batch)
-            own = diagnostics.gap(batch, stats) | diagnostics.drift(batch, stats)
-        return self.stats_of(self.phase_learner, state, batch, policy=self.scores_policy(step)), own
+            own = self.stats_of(self.learner, state, batch)
+            self.aside |= diagnostics.gap(batch, own) | diagnostics.drift(batch, own)
+        return self.stats_of(self.phase_learner, state, batch, policy=self.scores_policy(step))
 
     @part("scoring", "score")
     async def rescored(self, batch: Batch, stats: TokenStats) -> Batch:
@@ -250,7 +249,8 @@ class StageTrainer:
     # -- phases --------------------------------------------------------------------------------------------------------
 
     def enter(self, step: int) -> None:
-        """Sets the phase of a step."""
+        """Sets the phase of a step, of which nothing is measured yet."""
+        self.aside = {}
         if self.config.schedule is not None:
             self.phase = self.config.schedule.phase(step - self.offset, self.controls)
 
@@ -294,7 +294,7 @@ class StageTrainer:
     def metrics(self, result: StepResult, step: int) -> dict[str, float]:
         """Returns metrics of the updates, of the step's rollouts and of its phase."""
         batch, stats = result.batch, result.stats
-        values = {**result.measured, **diagnostics.of_rollouts(batch), **self.played}
+        values = {**result.measured, **diagnostics.of_rollouts(batch)}
         values |= {name: float(x) for name, x in result.advantages.metrics.items()}
         if self.config.schedule is not None:
             values["phase"] = float([phase.name for phase in self.config.phases].index(self.phase.name))
@@ -306,13 +306,12 @@ class StageTrainer:
                 values |= diagnostics.inside(batch, stats)
             else:
                 values |= diagnostics.gap(batch, stats) | diagnostics.drift(batch, stats)
-        return values | (diagnostics.staleness(batch, stats, step - 1) if self.overlaps else {})
+        return values | (diagnostics.staleness(batch, stats, step - 1) if self.overlaps else {}) | self.aside
 
     def check(self, metrics: Mapping[str, float], state: TrainState) -> None:
         """Stops after too many gradients that are not finite; warns or stops where sampler and learner disagree."""
-        config = self.config
-        diagnostics.check_gradients(int(to_host(state.skipped)), config.max_skipped, metrics)
-        diagnostics.check_gap(metrics, warn=config.gap_warn, stop=config.gap_stop)
+        diagnostics.check_gradients(int(to_host(state.skipped)), self.config.max_skipped, metrics)
+        diagnostics.check_gap(metrics, warn=self.config.gap_warn, stop=self.config.gap_stop)
 
     def check_rewards(self, batch: Batch) -> None:
         """Raises Down after UNREWARDED steps in a row in which no rollout had a valid reward."""

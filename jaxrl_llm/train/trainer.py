@@ -13,16 +13,16 @@ import jax
 from jaxrl_llm import components
 from jaxrl_llm.distributed.mesh import Partitioner
 from jaxrl_llm.distributed.preemption import STOPPED, Preemption, Stopping
-from jaxrl_llm.learner import score
 from jaxrl_llm.learner.state import TrainState
 from jaxrl_llm.metrics import diagnostics, profiling
 from jaxrl_llm.metrics.profiling import Compilations
+from jaxrl_llm.metrics.rollout_rows import Row
 from jaxrl_llm.metrics.run_folder import provenance
 from jaxrl_llm.metrics.writers import WriterComponent, Writers
 from jaxrl_llm.protocols import Down, Retiring, Sampler, Steered
 from jaxrl_llm.rollouts.player import Player
 from jaxrl_llm.train import settings
-from jaxrl_llm.train.build import new_key, open_stage, sampled_policy
+from jaxrl_llm.train.build import check_tokens, new_key, open_stage, sampled_policy
 from jaxrl_llm.train.checkpoint import Checkpoints
 from jaxrl_llm.train.describe import announce, describe
 from jaxrl_llm.train.frozen_models import REFERENCE, AuxiliaryModel, own_sizes
@@ -51,8 +51,7 @@ class Trainer:
         self.preemption, self.processes, self.beside = preemption, preemption.processes, beside
         self.policy = run.policy.policy(partitioner)  # first: a model that is not supported is refused at once
         self.tokenizer = run.tokenizer.load()
-        self._check_vocabulary()
-        self._check_teachers()
+        check_tokens(run, self.policy, self.tokenizer, partitioner)
         for stage in run.stages:
             stage.check_depth(self.policy.architecture.layers)
         described = describe(run, self.policy)
@@ -80,91 +79,109 @@ class Trainer:
         self.status = 0  # exit status of the process
         self.before: dict[str, Any] | None = None  # the host's state after the last step
 
-    def _check_vocabulary(self) -> None:
-        size = self.policy.architecture.vocabulary_size
-        if len(self.tokenizer) > size:
-            raise ValueError(
-                f"the tokenizer has {len(self.tokenizer)} tokens and the model's vocabulary {size}: set TOKENIZER and MODEL to a matching pair"
-            )
-
-    def _check_teachers(self) -> None:
-        """Refuses a teacher that does not exist or has other tokens than the policy, before the first stage."""
-        for stage in self.config.stages:
-            if stage.teacher is not None and stage.taught:
-                score.found(stage.teacher, self.tokenizer, self.partitioner)
-
     # -- the run -------------------------------------------------------------------------------------------------------
 
     async def run(self, config: str) -> None:
         """Runs the remaining stages."""
         restored = self.open(config)
-        if restored == self.config.starts[-1] and self.pending is None:
-            _log.warning("%s holds a finished run (%d steps); set RUN_DIR to start another", self.run_dir, restored)
-            return
-        async for stage, start in self.stages_left(restored):
-            for step in range(start + 1, stage.offset + stage.config.steps + 1):
-                with self.traced(step), self.given_up(stage):
+        async for stage, steps in self.stages_left(restored):
+            for step in steps:
+                with self.around(stage, step):
                     self.state = await self.step(stage, self.state, step)
                 if self.stopped:
-                    done = step - (self.before is None or self.before["step"] < step)
-                    print(f"stopped after step {done} by {self.stopped}; the same command goes on", flush=True)
                     break
         self.watching.at("saving")
         self.written(self.checkpoints.wait)
 
     async def step(self, stage: StageTrainer, state: TrainState, step: int) -> TrainState:
-        """Makes one step of the run: publish, learn, evaluate, write, save; a signal or a failure leaves the evaluation to the next start."""
-        self.progress.begin()
-        self.compilations.spent()  # drops the seconds before the step
-        self.watching.at("beginning a step", step=step)
+        """Makes one step of the run; an evaluation that is cut short, and what comes after it, are left to the next start."""
         if stage.config.samples:
             await self.publish(state, version=step - 1)
+        state, metrics, result = await self.learn(stage, state, step)
+        with self.leaving(stage, state, step, metrics, result):
+            if stage.evaluates(step) or self.stopped:
+                self.show(step, stage.rows(result))
+                metrics |= await self.evaluated(stage, state, step, metrics, result.sequences)
+            metrics |= self.measures(stage, result, step)
+            metrics = self.processes.broadcast(metrics)  # what the run does next depends on them
+            stage.adapt(step, metrics, result.sequences)
+            self.write(step, metrics)
+            self.save(stage, state, step, metrics)
+        return state
+
+    async def learn(
+        self, stage: StageTrainer, state: TrainState, step: int
+    ) -> tuple[TrainState, dict[str, float], StepResult]:
+        """Makes the stage's step, and asks whether the run stops after it."""
         state, metrics, result = await stage.step(state, step)
         metrics["time/compile_s"] = self.compilations.spent()
         self.stopped = self.stopped or self.ends(2 * step)
-        metrics |= {"stage": float(stage.number), "update/step": float(step)}
-        pending = None
-        sequences = len(result.batch.rollouts)
-        if stage.evaluates(step) or self.stopped:
-            with self.writing():
-                self.writers.rollouts(step, stage.rows(result))
-            if self.processes.count > 1 and self.saves(
-                stage, step
-            ):  # no signal ends an evaluation on devices of several hosts
-                self.save(stage, state, step, metrics, pending=sequences)
-            pending = await self.evaluated(stage, state, step, metrics)
-        metrics |= self.measures(stage, result, step)
-        if pending:
-            self.save(stage, state, step, metrics, pending=sequences)
-        else:
-            self.finish(stage, state, step, metrics, sequences)
-        return state
+        return state, metrics | {"stage": float(stage.number), "update/step": float(step)}, result
 
-    async def evaluated(self, stage: StageTrainer, state: TrainState, step: int, metrics: dict[str, float]) -> bool:
-        """Adds what an evaluation measures to `metrics`; returns whether it is left to the next start.
+    async def evaluated(
+        self, stage: StageTrainer, state: TrainState, step: int, metrics: Mapping[str, float], sequences: int
+    ) -> dict[str, float]:
+        """Returns what an evaluation after a step measures; no signal ends it on devices of several hosts, where the step is saved before it.
 
-        A signal that came before it, or comes in it, ends the run at once, and so does a service that is down.
+        Raises:
+          Stopping: a signal came before it where one is due, or comes in it.
+          Down: a service is down.
         """
+        if self.processes.count > 1 and self.left != step and self.saves(stage, step):
+            self.save(stage, state, step, metrics, pending=sequences)
+        if self.stopped == SIGNAL and stage.evaluates(step):
+            raise Stopping
         if self.stopped == SIGNAL:
-            return stage.evaluates(step)
-        try:
-            work = self.evaluate(stage, state, step)
-            metrics |= await (work if self.processes.count > 1 else self.preemption.unless(work))
-        except (Stopping, Down) as stop:
-            self.stop(stop)
-            return True
-        return False
+            return {}
+        work = self.evaluate(stage, state, step)
+        return await (work if self.processes.count > 1 else self.preemption.unless(work))
 
-    def finish(
-        self, stage: StageTrainer, state: TrainState, step: int, metrics: dict[str, float], sequences: int
-    ) -> None:
-        """Ends a step that learned from `sequences` sequences: its metrics move the controllers and are written, and the run is saved."""
-        metrics = self.processes.broadcast(metrics)  # what the run does next depends on them
-        stage.adapt(step, metrics, sequences)
+    def show(self, step: int, rows: Sequence[Row]) -> None:
+        """Writes rollouts for people to read."""
+        with self.writing():
+            self.writers.rollouts(step, rows)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Writes the metrics of a step, and asks whether the run stops after it."""
         with self.writing():
             self.writers.write(step, metrics)
         self.stopped = self.stopped or self.ends(2 * step + 1)
-        self.save(stage, state, step, metrics)
+
+    # -- around the step -----------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def around(self, stage: StageTrainer, step: int) -> Iterator[None]:
+        """Begins a step's clocks, traces it where that is wanted, and tells after which step the run stops.
+
+        A signal, or a service that is down, that ends the step before anything is learned in it has the run saved as it was before.
+        """
+        wanted = self.processes.main and step in self.config.profile_steps
+        with profiling.traced(self.run_dir / "tensorboard", wanted):
+            self.progress.begin()
+            self.compilations.spent()  # on what came before the step
+            self.watching.at("beginning a step", step=step)
+            try:
+                yield
+            except (Stopping, Down) as stop:
+                self.stop(stop)
+                if self.before is not None and self.before["step"] != self.checkpoints.latest():
+                    with self.writing():
+                        self.store(stage, self.before["step"], self.state, self.before)
+        if self.stopped:
+            self.tell_stop(step - (self.before is None or self.before["step"] < step))
+
+    @contextlib.contextmanager
+    def leaving(
+        self, stage: StageTrainer, state: TrainState, step: int, metrics: dict[str, float], result: StepResult
+    ) -> Iterator[None]:
+        """Saves a step as it is where a signal, or a service that is down, leaves its evaluation to the next start."""
+        try:
+            yield
+        except (Stopping, Down) as stop:
+            if self.stopped != SIGNAL:
+                self.stop(stop)
+            metrics |= self.measures(stage, result, step)
+            self.save(stage, state, step, metrics, pending=result.sequences)
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
@@ -206,8 +223,7 @@ class Trainer:
             await self._serve(state, step)
             found, rows = await stage.held_out.answers()
             metrics |= found
-            with self.writing():
-                self.writers.rollouts(step, rows)
+            self.show(step, rows)
         return metrics
 
     def measures(self, stage: StageTrainer, result: StepResult, step: int) -> dict[str, float]:
@@ -253,11 +269,11 @@ class Trainer:
         with self.writing():
             if self.left == step and pending is None:
                 self.checkpoints.amend(step, self.before)
-            self.write(stage, step, state, self.before, last=due, best=improved)
+            self.store(stage, step, state, self.before, last=due, best=improved)
         if pending is not None and due:
             self.left = step
 
-    def write(self, stage: StageTrainer, step: int, state: TrainState, host: dict[str, Any], **kinds: bool) -> None:
+    def store(self, stage: StageTrainer, step: int, state: TrainState, host: dict[str, Any], **kinds: bool) -> None:
         """Writes a checkpoint of the kinds that `Checkpoints.save` takes, and before a stage's first one its lasting reference, which all share."""
         sizes = own_sizes(stage.learner, stage.abstract)
         if stage.frozen.lasting and (not kinds or any(kinds.values())):
@@ -273,24 +289,13 @@ class Trainer:
         self.pending, self.text = host.get("pending"), config
         self.watching.at("opening", step=restored or 0)
         if restored != self.config.starts[-1] or self.pending is not None:
-            self.compare(restored, host.get("stage", 0))
+            number = host.get("stage", 0)
+            self.changed = settings.compared(self.processes, self.run_dir, self.config, restored, number)
             base = self.config.policy.base(self.policy, jax.random.key(self.config.seed))
             self.bases = {} if base is None else {"policy": base}
         if restored is None:
             self.note(None, 0)
         return restored
-
-    def compare(self, restored: int | None, number: int) -> None:
-        """Compares the settings with those of the run folder; raises ValueError as `settings.compare` does, on every process."""
-        refusal = ""
-        if self.processes.main:
-            as_new = self.config.resume_as_new
-            try:
-                self.changed = settings.compare(self.run_dir, self.config, restored, number, as_new=as_new)
-            except ValueError as error:
-                refusal = str(error)
-        if refusal := self.processes.broadcast(refusal):
-            raise ValueError(refusal)
 
     def note(self, restored: int | None, number: int) -> None:
         """Writes what reproduces the run and which settings changed, and opens the writers; called after all that may refuse the run."""
@@ -305,8 +310,11 @@ class Trainer:
         if self.text and restored is None:
             self.writers.text("config", f"```\n{self.text}\n```")
 
-    async def stages_left(self, restored: int | None) -> AsyncIterator[tuple[StageTrainer, int]]:
-        """Yields each stage from that of the checkpoint on, and the step after which it resumes; sets `self.state` to its first state."""
+    async def stages_left(self, restored: int | None) -> AsyncIterator[tuple[StageTrainer, range]]:
+        """Yields each stage from that of the checkpoint on with the steps that are left of it; sets `self.state` to its first state."""
+        if restored == self.config.starts[-1] and self.pending is None:
+            _log.warning("%s holds a finished run (%d steps); set RUN_DIR to start another", self.run_dir, restored)
+            return
         first = 0 if restored is None else self.checkpoints.host(restored)["stage"]
         for number, config in list(enumerate(self.config.stages))[first:]:
             if self.status or self.stopped:
@@ -326,18 +334,23 @@ class Trainer:
                 self.writers.write(0, await self.evaluate(stage, self.state, 0))
             if self.pending is not None:
                 pending, self.pending, self.left = self.pending, None, start
-                if not await self.caught_up(stage, start, pending):
+                if not await self.catch_up(stage, start, **pending):
                     return
             self.began = self.began or time.monotonic()
-            yield stage, start
+            yield stage, range(start + 1, stage.offset + config.steps + 1)
 
-    async def caught_up(self, stage: StageTrainer, step: int, pending: Mapping[str, Any]) -> bool:
-        """Ends the step whose evaluation an earlier start left to this one; returns False where the run stops."""
-        metrics = dict(pending["metrics"])
-        if await self.evaluated(stage, self.state, step, metrics):
-            print(f"stopped after step {step} by {self.stopped}; the same command goes on", flush=True)
+    async def catch_up(self, stage: StageTrainer, step: int, metrics: dict[str, float], sequences: int) -> bool:
+        """Ends the step whose evaluation an earlier start left to this one; returns whether the run goes on, which a signal ends first."""
+        try:
+            metrics |= await self.evaluated(stage, self.state, step, metrics, sequences)
+        except (Stopping, Down) as stop:
+            self.stop(stop)
+            self.tell_stop(step)
             return False
-        self.finish(stage, self.state, step, metrics, pending["sequences"])
+        metrics = self.processes.broadcast(metrics)
+        stage.adapt(step, metrics, sequences)
+        self.write(step, metrics)
+        self.save(stage, self.state, step, metrics)
         return not self.stopped
 
     def _restored(self, stage: StageTrainer, step: int) -> TrainState:
@@ -366,21 +379,9 @@ class Trainer:
         self.stopped = SIGNAL if isinstance(why, Stopping) else str(why)
         self.status = STOPPED
 
-    def traced(self, step: int) -> contextlib.AbstractContextManager[None]:
-        """Traces a step for TensorBoard's profile tab, if it is one of `profile_steps`."""
-        wanted = self.processes.main and step in self.config.profile_steps
-        return profiling.traced(self.run_dir / "tensorboard", wanted)
-
-    @contextlib.contextmanager
-    def given_up(self, stage: StageTrainer) -> Iterator[None]:
-        """Saves the run as it was before a step that a signal, or a service that is down, ends before anything is learned in it."""
-        try:
-            yield
-        except (Stopping, Down) as stop:
-            self.stop(stop)
-            if self.before is not None and self.before["step"] != self.checkpoints.latest():
-                with self.writing():
-                    self.write(stage, self.before["step"], self.state, self.before)
+    def tell_stop(self, step: int) -> None:
+        """Says after which step the run stops."""
+        print(f"stopped after step {step} by {self.stopped}; the same command goes on", flush=True)
 
     async def close(self) -> None:
         """Stops the sampler and the rewards' processes and closes files; where one fails, the others are closed all the same."""
