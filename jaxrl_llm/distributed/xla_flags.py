@@ -63,6 +63,15 @@ ON_SPARSE_CORES = {
 WHOLE_SUMS = {"xla_tpu_enable_sparse_core_collective_offload_all_reduce": "true"}
 TPU_KINDS: Mapping[str, Mapping[str, str]] = {"v5p": ON_SPARSE_CORES, "v6e": {**ON_SPARSE_CORES, **WHOLE_SUMS}}
 
+# On GPUs XLA and its libraries then sum in one order. Sums of a scatter, which would be a loop over its rows, are avoided (`models.linear.looked_up`).
+# Options of single programs, since the sampler's need no such order, and what is trained is known after JAX's start.
+DETERMINISTIC = "xla_gpu_exclude_nondeterministic_ops"
+
+
+def deterministic(environment: Mapping[str, str]) -> dict[str, bool] | None:
+    """The compiler's options of a program that gives the same bits at every call; None where XLA_FLAGS has the user's own choice."""
+    return None if DETERMINISTIC in environment.get("XLA_FLAGS", "") else {DETERMINISTIC: True}
+
 
 def gpus() -> int:
     """The number of NVIDIA GPUs that JAX will find, without asking the driver; 0 where JAX has no plugin for them."""

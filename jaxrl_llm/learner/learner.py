@@ -221,7 +221,7 @@ class Learner(Scorer):
             gradient, scalars = self._slopes(params, batch, bases, place)
             return jax.tree.map(jnp.add, total, gradient), scalars
 
-        return jax.jit(accumulate, donate_argnums=0, out_shardings=self._total_shardings)
+        return self.jit(accumulate, donate_argnums=0, out_shardings=self._total_shardings)
 
     @cached_property
     def _zeros(self) -> Any:
@@ -240,7 +240,7 @@ class Learner(Scorer):
             gradient, scalars = self._slopes(params, batch, bases, place)
             return jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), gradient), scalars
 
-        return jax.jit(only, out_shardings=self._total_shardings)
+        return self.jit(only, out_shardings=self._total_shardings)
 
     @property
     def _total_shardings(self) -> Any:
@@ -260,7 +260,7 @@ class Learner(Scorer):
             state, norms = self._applied(state, gradient)
             return state, {**scalars, **norms}
 
-        return jax.jit(whole, donate_argnums=0, out_shardings=(self.shardings, self.partitioner.replicated))
+        return self.jit(whole, donate_argnums=0, out_shardings=(self.shardings, self.partitioner.replicated))
 
     def _applied(self, state: TrainState, gradient: dict[str, Any]) -> tuple[TrainState, dict[str, Array]]:
         """Makes one optimizer step of every trained model; a gradient that is not finite changes nothing and is counted."""

@@ -1,6 +1,7 @@
 """What models say of a batch: log-probs, entropies and values by the policy, the critic, the reference and the teacher."""
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 from jax import Array
 
 from jaxrl_llm.algorithms.batch import Advantages, MicroBatch, Sequences
+from jaxrl_llm.distributed import xla_flags
 from jaxrl_llm.distributed.mesh import Partitioner, to_host
 from jaxrl_llm.experience import Group
 from jaxrl_llm.kernels.dispatch import ORDERED
@@ -67,6 +69,11 @@ class Scorer:
     @property
     def partitioner(self) -> Partitioner:
         return self.policy.partitioner
+
+    def jit(self, compute: Callable[..., Any], **settings: Any) -> Any:
+        """`jax.jit` of a program with gradients, which in the bitwise mode gives the same bits at every call."""
+        options = xla_flags.deterministic(os.environ) if self.policy.bitwise else None
+        return jax.jit(compute, compiler_options=options, **settings)
 
     def outputs(
         self,
