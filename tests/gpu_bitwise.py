@@ -323,19 +323,13 @@ def trained() -> None:
         if done.returncode:
             raise RuntimeError(done.stderr[-1500:])
         lines = Path(folder, "run/metrics.jsonl").read_text().splitlines()
-    for row in map(json.loads, lines):
-        if "gap/max" in row:
-            names = (
-                "gap/max",
-                "gap/mean",
-                "kl/k3_to_old",
-                "ratio/mean",
-                "grad_norm/policy",
-                "logprob/mean",
-                "time/step_s",
-            )
-            found = {"part": "run", "step": row["step"]} | {name: row.get(name) for name in names}
-            expect(found | {"ratio": abs(row["ratio/mean"] - 1)}, **dict.fromkeys((*names[:3], "ratio"), 0))
+    rows = [row for row in map(json.loads, lines) if "gap/max" in row]
+    expect({"part": "run", "missing": 20 - len(rows)}, missing=0)
+    for row in rows:
+        names = ["gap/max", "gap/mean", "kl/k3_to_old", "ratio/mean", "grad_norm/policy", "logprob/mean", "time/step_s"]
+        found = {"part": "run", "step": row["step"], "unread": int(not row["gap/compared"])}
+        found |= {name: row.get(name) for name in names} | {"ratio": abs(row["ratio/mean"] - 1)}
+        expect(found, **dict.fromkeys((*names[:3], "ratio", "unread"), 0))
 
 
 def benched(work: str, *more: str) -> None:
