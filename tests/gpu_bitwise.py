@@ -1,10 +1,11 @@
 """Checks and measures the bitwise mode on one Hopper GPU.
 
-    PYTHONPATH=. python tests/gpu_bitwise.py [--only=products,stats,norms,attention,model,run,time,decode_parts,decode_steps,decode,update]
+    PYTHONPATH=. python tests/gpu_bitwise.py [--only=products,stats,norms,attention,model,gradients,run,time,decode_parts,decode_steps,decode,update]
 
 prints a JSON line a row, and exits 1 where a bit differs, a value is wrong or a part fails. `products`, `stats`, `norms` and `attention` compute
 rows among others and alone, permuted, and in calls of 1 to 16,384 of them, count the numbers that differ in any bit (expected 0), and compare with
-float64; another order of each sum must be seen. `model` draws tokens from a shallow model of 1.5B's width and reads them again as a learner does. `run` trains for 20 steps (gpu_bitwise.gin;
+float64; another order of each sum must be seen. `model` draws tokens from a shallow model of 1.5B's width and reads them again as a learner does. `gradients`
+(bitwise_gradients.py) computes gradients and updates of four layers of 0.5B's width several times, expected to be the same, and tells what else they were. `run` trains for 20 steps (gpu_bitwise.gin;
 MODEL=folder names other weights) and prints gap, ratio and KL of each. `time` sets each product, the head and attention beside the default ones at 1.5B's
 shapes; `decode_parts` and `decode_steps` time the products, attention and head of a sampler's token at 0.5B's, by each choice of blocks, whose bits
 must be the same, and whole steps; `decode` and `update` run `bench` with and without the mode.
@@ -29,6 +30,7 @@ import numpy as np
 sys.path.insert(0, __file__.rpartition("/")[0])
 
 import bitwise_decode
+import bitwise_gradients
 from bitwise_decode import CALLS, looped, normal
 from bitwise_rows import attention_of, differing, rows_of, wide
 
@@ -46,6 +48,7 @@ PARTS = (
     "norms",
     "attention",
     "model",
+    "gradients",
     "time",
     "run",
     "decode_parts",
@@ -303,6 +306,11 @@ def model() -> None:
         )
 
 
+def gradients() -> None:
+    for row in bitwise_gradients.rows():
+        expect({"part": "gradients"} | row, **({"differing": 0} if row["kind"] == "as_run" else {}))
+
+
 def trained() -> None:
     with tempfile.TemporaryDirectory() as folder:
         more = {"RUN_DIR": repr(folder + "/run")}
@@ -315,19 +323,13 @@ def trained() -> None:
         if done.returncode:
             raise RuntimeError(done.stderr[-1500:])
         lines = Path(folder, "run/metrics.jsonl").read_text().splitlines()
-    for row in map(json.loads, lines):
-        if "gap/max" in row:
-            names = (
-                "gap/max",
-                "gap/mean",
-                "kl/k3_to_old",
-                "ratio/mean",
-                "grad_norm/policy",
-                "logprob/mean",
-                "time/step_s",
-            )
-            found = {"part": "run", "step": row["step"]} | {name: row.get(name) for name in names}
-            expect(found | {"ratio": abs(row["ratio/mean"] - 1)}, **dict.fromkeys((*names[:3], "ratio"), 0))
+    rows = [row for row in map(json.loads, lines) if "gap/max" in row]
+    expect({"part": "run", "missing": 20 - len(rows)}, missing=0)
+    for row in rows:
+        names = ["gap/max", "gap/mean", "kl/k3_to_old", "ratio/mean", "grad_norm/policy", "logprob/mean", "time/step_s"]
+        found = {"part": "run", "step": row["step"], "unread": int(not row["gap/compared"])}
+        found |= {name: row.get(name) for name in names} | {"ratio": abs(row["ratio/mean"] - 1)}
+        expect(found, **dict.fromkeys((*names[:3], "ratio", "unread"), 0))
 
 
 def benched(work: str, *more: str) -> None:
@@ -338,17 +340,9 @@ def benched(work: str, *more: str) -> None:
     )
     for line in done.stdout.splitlines():
         row = json.loads(line)
-        names = (
-            "bitwise",
-            "s",
-            "first_s",
-            "generated_per_s",
-            "step_ms",
-            "floor_gb_per_s",
-            "tokens_per_s",
-            "mfu",
-            "error",
-        )
+        names = [
+            "bitwise", "s", "first_s", "generated_per_s", "step_ms", "floor_gb_per_s", "tokens_per_s", "mfu", "error",
+        ]  # fmt: skip
         say(part=work, **{n: row[n] for n in names if n in row})
     if done.returncode:
         raise RuntimeError(done.stderr[-1500:])
@@ -368,7 +362,7 @@ SPEEDS = functools.partial(benched, "sample", *DECODE), functools.partial(benche
 RUNS = dict(
     zip(
         PARTS,
-        (products, stats, norms, attentions, model, times, trained, decode_parts, decode_steps, *SPEEDS),
+        (products, stats, norms, attentions, model, gradients, times, trained, decode_parts, decode_steps, *SPEEDS),
         strict=True,
     )
 )

@@ -176,13 +176,6 @@ class Learner(Scorer):
         (_, scalars), gradient = objective(trained, batch, bases, place)
         return gradient, scalars
 
-    def _gradient(
-        self, params: dict[str, Params], batch: MicroBatch, bases: Bases, place: tuple[Any, Any]
-    ) -> tuple[Any, dict[str, Array]]:
-        """Returns `_slopes` with the gradient in float32, since gradients of other micro-batches are added to it."""
-        gradient, scalars = self._slopes(params, batch, bases, place)
-        return jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), gradient), scalars
-
     def _loaded(
         self, params: Mapping[str, Params], batches: Sequence[MicroBatch], bases: Bases
     ) -> Sequence[MicroBatch]:
@@ -222,18 +215,36 @@ class Learner(Scorer):
 
     @cached_property
     def _accumulate(self) -> Any:
+        """Adds a micro-batch's gradient to `total`, from `_zeros` on, and returns its share of the metrics."""
+
         def accumulate(total: Any, params: dict[str, Params], batch: MicroBatch, bases: Bases, place: Any) -> Any:
-            return jax.tree.map(jnp.add, total, self._slopes(params, batch, bases, place))
+            gradient, scalars = self._slopes(params, batch, bases, place)
+            return jax.tree.map(jnp.add, total, gradient), scalars
 
         return jax.jit(accumulate, donate_argnums=0, out_shardings=self._total_shardings)
 
     @cached_property
-    def _first(self) -> Any:
-        return jax.jit(self._gradient, out_shardings=self._total_shardings)
+    def _zeros(self) -> Any:
+        """What a sum of gradients begins at, so that the first micro-batch's program is that of the others of its shape."""
+        return jax.jit(partial(jax.tree.map, jnp.zeros_like, self.gradients), out_shardings=self._total_shardings[0])
+
+    @cached_property
+    def _plus(self) -> Any:
+        return jax.jit(partial(jax.tree.map, jnp.add), donate_argnums=0)
+
+    @cached_property
+    def _only(self) -> Any:
+        """The gradient of a minibatch's only micro-batch, in float32, where the update is made apart from it."""
+
+        def only(params: dict[str, Params], batch: MicroBatch, bases: Bases, place: Any) -> Any:
+            gradient, scalars = self._slopes(params, batch, bases, place)
+            return jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), gradient), scalars
+
+        return jax.jit(only, out_shardings=self._total_shardings)
 
     @property
     def _total_shardings(self) -> Any:
-        """The shardings of the summed gradient and metrics: gradients are sharded as parameters are, so one program adds every micro-batch."""
+        """The shardings of a gradient and of metrics: gradients are sharded as parameters are, so one program adds every micro-batch."""
         return self.trained(self.shardings.params), self.partitioner.replicated
 
     @cached_property
@@ -349,10 +360,13 @@ class Learner(Scorer):
         if len(batches) == 1 and not away:
             state, scalars = self._whole(state, batches[0], bases)
             return self._rebiased(state, scalars), self._told(scalars, batches)
-        total = self._first(state.params, batches[0], bases, (state.step, np.uint32(0)))
-        for number, batch in enumerate(batches[1:], 1):
-            total = self._accumulate(total, state.params, batch, bases, (state.step, np.uint32(number)))
-        gradient, scalars = total
+        if len(batches) == 1:
+            gradient, scalars = self._only(state.params, batches[0], bases, (state.step, np.uint32(0)))
+        else:
+            gradient = self._zeros()
+            for number, batch in enumerate(batches):
+                gradient, more = self._accumulate(gradient, state.params, batch, bases, (state.step, np.uint32(number)))
+                scalars = self._plus(scalars, more) if number else more
         state, norms = (self._apply_parts if away else self._apply)(state, gradient)
         scalars = {**scalars, **norms}
         return self._rebiased(state, scalars), self._told(scalars, batches)
@@ -373,12 +387,10 @@ class Learner(Scorer):
         away = any(o.offload for o in self.optimizers.values())
         if microbatches == 1 and not away:
             return {"whole": self._whole.lower(state, batch, bases)}
-        one, place = self.partitioner.replicated, (state.step, jax.ShapeDtypeStruct((), np.uint32))
-        found = {"first": self._first.lower(state.params, batch, bases, place)}
-        if microbatches > 1:
-            shaped = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one)  # noqa: E731
-            total = (self.gradients, jax.tree.map(shaped, found["first"].out_info[1]))
-            found["accumulate"] = self._accumulate.lower(total, state.params, batch, bases, place)
+        place = state.step, jax.ShapeDtypeStruct((), np.uint32)
+        if microbatches == 1:
+            return {"only": self._only.lower(state.params, batch, bases, place)}
+        found = {"accumulate": self._accumulate.lower(self.gradients, state.params, batch, bases, place)}
         return found if away else found | {"apply": self._apply.lower(state, self.gradients)}
 
     @property

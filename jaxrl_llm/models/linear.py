@@ -210,7 +210,12 @@ biased.defvjp(lambda y, bias: (biased(y, bias), bias), _biased_backward)
 
 
 def looked_up(table: Float[Array, "V D"], tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-    """Returns the rows of the table; its gradient is summed in float32 whatever its dtype is, and rounded once."""
+    """Returns the rows of the table; its gradient is summed in float32 whatever its dtype is, and rounded once.
+
+    In the bitwise mode on a GPU the sums have one order: those of a scatter there have any.
+    """
+    if dispatch.ordered() and dispatch.device().platform == "gpu":
+        return _ordered_rows_of(table, tokens)
     return table[tokens] if table.dtype == jnp.float32 else _rows_of(table, tokens)
 
 
@@ -227,6 +232,22 @@ def _rows_backward(saved: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[ja
 
 # The table is kept for its shape and its dtype alone.
 _rows_of.defvjp(lambda table, tokens: (_rows_of(table, tokens), (table, tokens)), _rows_backward)
+
+
+@jax.custom_vjp
+def _ordered_rows_of(table: jax.Array, tokens: jax.Array) -> jax.Array:
+    return table[tokens]
+
+
+def _ordered_rows_backward(saved: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, None]:
+    table, tokens = saved
+    total = arithmetic.sums_by_key(tokens.reshape(-1), g.reshape(-1, g.shape[-1]), table.shape[0])
+    return total.astype(table.dtype), None
+
+
+_ordered_rows_of.defvjp(
+    lambda table, tokens: (_ordered_rows_of(table, tokens), (table, tokens)), _ordered_rows_backward
+)
 
 
 @jax.custom_vjp

@@ -148,7 +148,7 @@ def _work(run: Run, stage: Stage, policy: Policy) -> dict[str, tuple[float, int]
     size, packing = policy.architecture, stage.packing
     longest = memory.longest(stage)
     lengths = [longest] * (packing.rows * packing.row_tokens // longest)
-    found = {name: (flops.update(size, lengths), 1) for name in ("whole", "first", "accumulate")}
+    found = {name: (flops.update(size, lengths), 1) for name in ("whole", "only", "accumulate")}
     found["score"] = flops.forward(size, lengths), 1
     if stage.samples and isinstance(run.sampler, EmbeddedSampler):
         capacity = memory.capacity_of(run.sampler, stage, run.max_length, policy.partitioner.batch_shards)

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.kernels import dispatch
 
@@ -199,6 +199,26 @@ def inverse_rms(x: Float[Array, "*rows D"], epsilon: float) -> Float[Array, "*ro
     width = x.shape[-1]
     mean = pin(totals(pin(x * x).reshape(-1, width)) * (1 / width))
     return pin(1 / pin(jnp.sqrt(mean + epsilon))).reshape(*x.shape[:-1], 1)
+
+
+def sums_by_key(keys: Int[Array, " n"], x: Float[Array, "n D"], count: int) -> Float[Array, "count D"]:
+    """Returns the float32 sum of the rows of `x` that have each key from 0 on, in an order that their places and keys alone decide.
+
+    Rows are sorted by key, and partial sums of 1, 2, 4, ... rows are added to those that end where they begin; no two write to one place.
+    """
+    n = len(keys)
+    at = jnp.arange(n, dtype=jnp.int32)
+    keys, order = lax.sort_key_val(keys, at, is_stable=True)
+
+    def add(step: jax.Array, sums: jax.Array) -> jax.Array:
+        before = at - (1 << step)
+        same = (before >= 0) & (keys[before] == keys)
+        return sums + jnp.where(same[:, None], sums[before], 0)
+
+    sums = lax.fori_loop(0, (n - 1).bit_length(), add, x[order].astype(jnp.float32))
+    wanted = jnp.arange(count, dtype=keys.dtype)
+    last = jnp.searchsorted(keys, wanted, side="right") - 1
+    return jnp.where(((last >= 0) & (keys[last] == wanted))[:, None], sums[last], 0)
 
 
 def sigmoid(x: Float[Array, "..."]) -> Float[Array, "..."]:

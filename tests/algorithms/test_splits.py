@@ -159,7 +159,7 @@ def compiled() -> Any:
             none = jax.tree.map(jnp.zeros_like, stats)
             metrics, by_stream = {}, []
             for name in alike:
-                gradient, metrics[name] = learner(name)._gradient(stats, batches[name], {}, (0, 0))
+                gradient, metrics[name] = learner(name)._slopes(stats, batches[name], {}, (0, 0))
                 by_stream.append({**none, **gradient})
             (by_parameter,) = jax.vmap(back)(jax.tree.map(lambda *x: jnp.stack(x), *by_stream))
             for i, name in enumerate(alike):

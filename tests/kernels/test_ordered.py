@@ -167,3 +167,24 @@ def test_calls_without_an_order_are_refused_by_name():
     with dispatch.ordering(True), pytest.raises(ValueError, match="the bitwise mode has no grouped_matmul"):
         dispatch.choose("grouped_matmul", ("xla",), None, None)
     assert "compute capability 9.0 (got tpu)" in arithmetic.refusal("tpu")
+
+
+@pytest.mark.parametrize("rows,keys", [(1, 3), (7, 3), (1000, 50), (1000, 5000), (4097, 2)])
+def test_sums_by_key_are_those_of_float64_and_keys_without_rows_have_zeros(rows, keys):
+    rng = np.random.default_rng(3)
+    key, x = rng.integers(0, keys, rows).astype(np.int32), rng.normal(size=(rows, 5)).astype(np.float32)
+    want = np.zeros((keys, 5))
+    np.add.at(want, key, x.astype(np.float64))
+    found = np.asarray(jax.jit(arithmetic.sums_by_key, static_argnums=2)(key, x, keys))
+    np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-5)
+    assert not found[want[:, 0] == 0].any()
+
+
+def test_sums_by_key_have_the_same_bits_whatever_rows_of_other_keys_stand_between():
+    rng = np.random.default_rng(4)
+    x = rng.normal(size=(100, 8)).astype(np.float32)
+    alone = arithmetic.sums_by_key(jnp.zeros(100, jnp.int32), jnp.asarray(x), 1)[0]
+    place = np.sort(rng.permutation(700)[:100])
+    among, key = rng.normal(size=(700, 8)).astype(np.float32), rng.integers(1, 9, 700).astype(np.int32)
+    among[place], key[place] = x, 0
+    assert np.array_equal(arithmetic.sums_by_key(jnp.asarray(key), jnp.asarray(among), 9)[0], alone)

@@ -102,7 +102,7 @@ def test_the_account_of_a_streamed_update_frees_each_gradient_and_holds_moments_
 def test_a_streamed_update_uses_up_its_gradient_and_the_moments_before_it():
     learner = learner_of(True)
     state, (batch,) = fresh_state(learner), batches_of(learner, make_batch())
-    gradient, _ = learner._first(state.params, batch, {}, (state.step, np.uint32(0)))
+    gradient, _ = learner._only(state.params, batch, {}, (state.step, np.uint32(0)))
     learner._apply_parts(state, gradient)
     assert all(x.is_deleted() for x in jax.tree.leaves(gradient))
     assert all(x.is_deleted() for x in jax.tree.leaves(state.moments["policy"][0].mu))

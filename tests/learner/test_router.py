@@ -130,7 +130,7 @@ def test_balance_acts_on_routers_alone_among_the_weights_of_the_last_experts():
     states = {}
     for name, learner in (("off", without), ("on", with_it)):
         batches = learner._loaded({"policy": state_of(learner).policy}, batches_of(learner, make_batch()), {})
-        gradient, _ = learner._gradient(state_of(learner).params, batches[0], {}, (0, 0))
+        gradient, _ = learner._slopes(state_of(learner).params, batches[0], {}, (0, 0))
         states[name] = gradient["policy"]["layers"]["mlp"]
     assert np.array_equal(states["off"]["down"][-1], states["on"]["down"][-1])
     assert np.abs(states["off"]["router"][-1] - states["on"]["router"][-1]).max() > 1e-3

@@ -98,10 +98,10 @@ def test_only_adapters_learn_and_their_gradient_is_the_chain_rule_of_the_merged_
     adapters, before = noisy(learner.policy), leaves(base)
     merged = learner.policy.merged(adapters, base)
     batches = batches_of(learner, make_batch())
-    full, _ = plain._gradient(
+    full, _ = plain._slopes(
         {"policy": merged}, batches[0], {}, (0, 0)
     )  # the model's own weights, checked in test_learner
-    own, _ = learner._gradient({"policy": adapters}, batches[0], {"policy": base}, (0, 0))
+    own, _ = learner._slopes({"policy": adapters}, batches[0], {"policy": base}, (0, 0))
     slope, low, found = leaves(full["policy"]), leaves(adapters), leaves(own["policy"])
     path = "['layers']['attention']['output']"
     a, b = (low[f"{path}['{n}']"] for n in "ab")

@@ -35,6 +35,8 @@ class Case:
     slots: int
     chunk: int
     temperature: float = 1.0
+    shrink: int = 0
+    prefill: int = 8192
 
     @cached_property
     def params(self):
@@ -56,9 +58,10 @@ class Case:
         settings = SamplingParams(max_tokens=MAX_LENGTH - 20, temperature=self.temperature, stop_token_ids=(3, 5))
 
         async def once():
-            engine = EmbeddedSampler(slots=self.slots, decode_chunk=self.chunk).start(
-                self.policy, Letters(), max_length=MAX_LENGTH
+            sampler = EmbeddedSampler(
+                slots=self.slots, decode_chunk=self.chunk, shrink=self.shrink, prefill_tokens=self.prefill
             )
+            engine = sampler.start(self.policy, Letters(), max_length=MAX_LENGTH)
             await engine.publish(self.params, 0)
             try:
                 return await sample(engine, self.prompts, 6, settings)

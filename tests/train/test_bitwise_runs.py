@@ -2,6 +2,9 @@
 
 from types import SimpleNamespace
 
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 import tiny_run
 
@@ -35,6 +38,30 @@ def test_no_token_of_a_run_has_a_gap_and_every_ratio_is_one(tmp_path, monkeypatc
         assert row["ratio/mean"] == 1 and row["gap/differing"] == 0, row
     assert all(row["grad_norm/policy"] > 0 for row in found)
     assert len({row["logprob/mean"] for row in found}) == count
+
+
+# Two mini-batches a step, so that the old log-probs of the second are no longer those of its own pass.
+@pytest.mark.slow
+def test_old_log_probs_of_the_sampler_teach_what_those_of_a_scoring_pass_do_to_the_bit(tmp_path, monkeypatch):
+    monkeypatch.delenv("JAX_DISABLE_MOST_OPTIMIZATIONS")
+    more = {"STEPS": 4, "MINIBATCHES": 2, "SAVE_EVERY": 4, "LEARNING_RATE": 1e-3, "rl/train.Stage.evaluations": "()"}
+    found = {}
+    for source in ("sampler", "learner"):
+        old = {"rl/train.Stage.old_logprobs": repr(source)}
+        done = tiny_run.launch(tmp_path / source, **tiny_run.RL_ALONE, **more, **old, BITWISE=True)
+        assert done.returncode == 0, done.stderr
+        state = ocp.PyTreeCheckpointer().restore(tmp_path / source / "checkpoints" / "4" / "state")
+        rows = [row for row in tiny_run.rows(tmp_path / source) if row["step"]]
+        found[source] = (
+            rows,
+            {jax.tree_util.keystr(p): np.asarray(x) for p, x in jax.tree_util.tree_leaves_with_path(state)},
+        )
+    (rows, state), (others, other) = found.values()
+    assert len(rows) == len(others) == 4 and all(row["grad_norm/policy"] > 0 for row in rows)
+    assert rows == others and all(row["gap/compared"] > 0 for row in rows)
+    assert state.keys() == other.keys() and len(state) > 10
+    for name, x in state.items():
+        assert np.array_equal(x, other[name]), name
 
 
 def stage(**fields):
