@@ -12,7 +12,15 @@ from typing import Any
 
 from jaxrl_llm.metrics.console import short
 
-CURVES = ("reward/mean", "loss/total", "entropy/mean", "kl/k3_to_old", "kl/reference", "response/length", "pairs/accuracy")
+CURVES = (
+    "reward/mean",
+    "loss/total",
+    "entropy/mean",
+    "kl/k3_to_old",
+    "kl/reference",
+    "response/length",
+    "pairs/accuracy",
+)
 BESIDE = ("_truncated", "_length", "_distinct")  # measured beside the results of an evaluation
 WIDTH, HEIGHT = 220, 70
 ROLLOUTS = 4  # that are shown
