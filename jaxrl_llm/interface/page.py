@@ -21,7 +21,7 @@ CURVES = (
     "response/length",
     "pairs/accuracy",
 )
-BESIDE = ("_truncated", "_length", "_distinct")  # measured beside the results of an evaluation
+BESIDE = ("_truncated", "_length", "_distinct", "/prompts")  # measured beside the results of an evaluation
 WIDTH, HEIGHT = 220, 70
 ROLLOUTS = 4  # that are shown
 TAIL = 2**20  # last bytes of rollouts.jsonl that are looked at
@@ -40,7 +40,7 @@ def progress(history: Sequence[Row], total: int) -> str:
 
 
 def curves_of(history: Sequence[Row]) -> list[str]:
-    """The metrics that are drawn: the usual ones and the evaluations' results that the run has, without lengths and the like."""
+    """The metrics that are drawn: the usual ones and the evaluations' results that the run has, without lengths, counts and the like."""
     names = dict.fromkeys(name for row in history for name in row)
     results = [n for n in names if n.startswith("eval/") and n.count("/") == 2 and not n.endswith(BESIDE)]
     return [n for n in CURVES if n in names] + results

@@ -21,12 +21,13 @@ def test_a_row_that_is_being_written_is_no_part_of_the_history(tmp_path, torn):
     assert found == {"step": 1, "reward/mean": 0.5}
 
 
-def test_a_notebook_draws_results_of_evaluations_and_no_lengths():
+def test_a_notebook_draws_results_of_evaluations_and_no_lengths_or_counts():
     names = (
         "eval/held/greedy_length",
         "eval/held/greedy_truncated",
         "eval/held/greedy",
         "eval/held/at/4",
+        "eval/held/prompts",
         "entropy/mean",
     )
     assert page.curves_of([dict.fromkeys(names, 1.0)]) == ["entropy/mean", "eval/held/greedy"]
