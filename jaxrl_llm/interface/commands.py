@@ -52,8 +52,12 @@ def main() -> None:
 
 
 def _given(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """Files, and {name: value} of the settings."""
-    from jaxrl_llm.interface.composition import SETTING, value
+    """Files, and {name: value} of the settings.
+
+    Raises:
+      ValueError: a word is the name of a setting and has no value.
+    """
+    from jaxrl_llm.interface.composition import SETTING, WORDS, names, value
 
     files, settings = [], {}
     for word in words:
@@ -62,6 +66,11 @@ def _given(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
             files.append(word)
         else:
             settings[found["name"]] = value(found["value"])
+    for word in set(files) - set(names()):
+        from jaxrl_llm.interface.completion import macros
+
+        if not Path(word).exists() and word.lower() in {*WORDS, *macros([x for x in files if x != word])}:
+            raise ValueError(f"{word} is a setting and has no value: write {word}=VALUE, without spaces")
     return files, settings
 
 
