@@ -139,7 +139,11 @@ def _handed_on(name: str, configured: bool) -> None:
 
     @main.command(name, context_settings=PASSED, help=short)
     @arguments
-    def command(arguments: tuple[str, ...]) -> None:
+    @click.pass_context
+    def command(context: click.Context, arguments: tuple[str, ...]) -> None:
+        from jaxrl_llm.command_line import WORDS
+
+        context.meta[WORDS] = configured
         first = next((i for i, x in enumerate(arguments) if x.startswith("-")), len(arguments)) if configured else 0
         words, options = arguments[:first], arguments[first:]
         _ended(lambda: importlib.import_module(module).main([*(_flags(words, cpu=False) if words else []), *options]))
@@ -155,7 +159,9 @@ for verb in COMMANDS:
 )
 @click.argument("service", type=click.Choice(["sandbox", "classifier"]))
 @arguments
-def serve(service: str, arguments: tuple[str, ...]) -> None:
+@click.pass_context
+def serve(context: click.Context, service: str, arguments: tuple[str, ...]) -> None:
+    context.info_name = f"serve {service}"
     module = {"sandbox": "sandbox", "classifier": "classifier_server"}[service]
     _ended(lambda: importlib.import_module(f"jaxrl_llm.rewards.services.{module}").main(list(arguments)))
 
