@@ -95,12 +95,22 @@ class Harness:
             raise ValueError(f"the ids of an evaluation's prompts must differ (twice: {twice[:3]})")
         return rows
 
+    def opened(self, partitioner: Partitioner) -> Opened:
+        """Opens the model; raises ValueError where it has fewer positions than prompts and responses may take."""
+        model = self.model.open(partitioner)
+        if self.max_length > (most := model.policy.architecture.max_positions):
+            raise ValueError(
+                f"a prompt of {self.max_prompt_tokens} tokens with a response of {self.evaluation.settings.max_tokens} is more than the {most} "
+                f"positions of {model.name}: lower PROMPT_LIMIT or RESPONSE_LIMIT"
+            )
+        return model
+
     def run(self, config: str = "") -> None:
         """Answers, grades and summarises; `config` is the gin text, which is stored with the results."""
         folder = run_folder.writable(Path(self.out_dir), "OUT_DIR")
         with locked(folder, "OUT_DIR"), asyncio.Runner() as runner:
             rows = self.rows()
-            evaluating = Evaluating(self, folder, rows, self.model.open(Partitioner.create(self.mesh)))
+            evaluating = Evaluating(self, folder, rows, self.opened(Partitioner.create(self.mesh)))
             try:
                 runner.run(evaluating.answer(config))
             finally:

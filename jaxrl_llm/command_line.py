@@ -13,11 +13,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
+import click
+
 from jaxrl_llm import mistakes
 from jaxrl_llm.mistakes import PACKAGE
 
 Given = ParamSpec("Given")
 Found = TypeVar("Found")
+WORDS = "jaxrl_llm.words"  # in a verb's context: whether it takes files and settings before its options
 
 
 # gin modules of earlier versions, and where their classes are now. This map and tools/migrate.py are removed together, one version later.
@@ -62,7 +65,10 @@ EXPECTED = (ValueError, OSError, FloatingPointError, TimeoutError, ImportError, 
 def parser(module: str, description: str | None) -> argparse.ArgumentParser:
     """Returns the parser of `python -m jaxrl_llm.MODULE`, which keeps the line breaks of `description`."""
     keeps = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(prog=f"python -m jaxrl_llm.{module}", description=description, formatter_class=keeps)
+    verb = click.get_current_context(silent=True)
+    name = f"python -m jaxrl_llm.{module}" if verb is None else verb.command_path
+    usage = f"{name} [FILE]... [NAME=VALUE]... [OPTIONS]" if verb is not None and verb.meta.get(WORDS) else None
+    return argparse.ArgumentParser(prog=name, usage=usage, description=description, formatter_class=keeps)
 
 
 def told(main: Callable[Given, Found]) -> Callable[Given, Found | int]:

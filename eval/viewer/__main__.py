@@ -22,14 +22,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         shown = find(asked.paths)
     except ValueError as error:
-        print(error, file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 1
     print(f"{len(shown)} runs and results; from another machine: ssh -L {asked.port}:127.0.0.1:{asked.port} HOST")
     try:
         pages = Pages(shown, asked.paths)
         serving.serve(pages.application(), pages.patience, "127.0.0.1", asked.port)
     except OSError as error:
-        print(f"port {asked.port} cannot be used ({error.strerror}): give another --port", file=sys.stderr)
+        print(f"error: port {asked.port} cannot be used ({error.strerror}): give another --port", file=sys.stderr)
         return 1
     return 0
 

@@ -53,8 +53,12 @@ def main() -> None:
 
 
 def _given(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """Splits words into files and {name: value} of the settings."""
-    from jaxrl_llm.interface.composition import SETTING, value
+    """Splits words into files and {name: value} of the settings.
+
+    Raises:
+      ValueError: a word is the name of a setting and has no value.
+    """
+    from jaxrl_llm.interface.composition import SETTING, WORDS, names, value
 
     files, settings = [], {}
     for word in words:
@@ -63,6 +67,11 @@ def _given(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
             files.append(word)
         else:
             settings[found["name"]] = value(found["value"])
+    for word in set(files) - set(names()):
+        from jaxrl_llm.interface.completion import macros
+
+        if not Path(word).exists() and word.lower() in {*WORDS, *macros([x for x in files if x != word])}:
+            raise ValueError(f"{word} is a setting and has no value: write {word}=VALUE, without spaces")
     return files, settings
 
 
@@ -131,7 +140,11 @@ def _handed_on(name: str, configured: bool) -> None:
 
     @main.command(name, context_settings=PASSED, help=short)
     @arguments
-    def command(arguments: tuple[str, ...]) -> None:
+    @click.pass_context
+    def command(context: click.Context, arguments: tuple[str, ...]) -> None:
+        from jaxrl_llm.command_line import WORDS
+
+        context.meta[WORDS] = configured
         first = next((i for i, x in enumerate(arguments) if x.startswith("-")), len(arguments)) if configured else 0
         words, options = arguments[:first], arguments[first:]
         _ended(lambda: importlib.import_module(module).main([*(_flags(words, cpu=False) if words else []), *options]))
@@ -147,7 +160,9 @@ for verb in COMMANDS:
 )
 @click.argument("service", type=click.Choice(["sandbox", "classifier"]))
 @arguments
-def serve(service: str, arguments: tuple[str, ...]) -> None:
+@click.pass_context
+def serve(context: click.Context, service: str, arguments: tuple[str, ...]) -> None:
+    context.info_name = f"serve {service}"
     module = {"sandbox": "sandbox", "classifier": "classifier_server"}[service]
     _ended(lambda: importlib.import_module(f"jaxrl_llm.rewards.services.{module}").main(list(arguments)))
 

@@ -12,8 +12,16 @@ from typing import Any
 
 from jaxrl_llm.metrics.console import short
 
-CURVES = ("reward/mean", "loss/total", "entropy/mean", "kl/k3_to_old", "kl/reference", "length/mean", "loss/accuracy")
-BESIDE = ("_truncated", "_length", "_distinct")  # ends of metrics that are no results of an evaluation
+CURVES = (
+    "reward/mean",
+    "loss/total",
+    "entropy/mean",
+    "kl/k3_to_old",
+    "kl/reference",
+    "response/length",
+    "pairs/accuracy",
+)
+BESIDE = ("_truncated", "_length", "_distinct", "/prompts")  # ends of metrics that are no results of an evaluation
 WIDTH, HEIGHT = 220, 70
 ROLLOUTS = 4  # most rollouts that are shown
 TAIL = 2**20  # last bytes of rollouts.jsonl that are read

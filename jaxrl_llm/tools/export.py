@@ -1,4 +1,4 @@
-"""Writes a run's model as a Hugging Face folder: python -m jaxrl_llm.tools.export RUN --out DIR [--step N | --best] [--dtype bfloat16].
+"""Writes a run's model as a Hugging Face folder: `python -m jaxrl_llm.tools.export RUN --out DIR [--step N | --best] [--dtype bfloat16]`.
 
 --upload OWNER/NAME uploads the folder to the hub as a model, which is private unless --public is given; `hf auth login` or HF_TOKEN
 gives the account.

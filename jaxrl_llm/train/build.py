@@ -274,10 +274,15 @@ def hashed(value: Any) -> str:
     return digest.hexdigest()
 
 
+LIMITED = {"dropped/too_long": ", longer than PROMPT_LIMIT", "dropped/long_response": ", longer than RESPONSE_LIMIT"}
+
+
 def say(what: str, counts: Mapping[str, int]) -> None:
-    """Prints `what`, and how many rows the encoder cut or dropped, where it did."""
-    lost = {n: c for n, c in counts.items() if c and n not in ("rows", "kept")}
-    print(what + (f" ({', '.join(f'{n} {c}' for n, c in lost.items())})" if lost else ""), flush=True)
+    """Prints `what`, and how many texts the encoder cut or dropped, of how many (a pair has two), and by which limit, where it did."""
+    lost = [
+        f"{n} {c} of {counts['rows']}{LIMITED.get(n, '')}" for n, c in counts.items() if c and n not in ("rows", "kept")
+    ]
+    print(what + (f" ({', '.join(lost)})" if lost else ""), flush=True)
 
 
 # -- models ------------------------------------------------------------------------------------------------------------

@@ -265,7 +265,9 @@ class Stage:
     def _check_sampling(self) -> None:
         name = type(self.algorithm).__name__
         if self.reward is None and not self.plays:
-            raise ValueError(f"{name} learns from samples and stage {self.name!r} has no reward: set Stage.reward")
+            raise ValueError(
+                f"{name} learns from samples and stage {self.name!r} has no reward: set Stage.reward, or for a function reward=FILE.py:NAME"
+            )
         if self.reward is not None and not isinstance(self.reward, Reward):
             raise ValueError(
                 f"REWARD (train.Stage.reward of stage {self.name!r}) must be a reward component (got {self.reward!r}): for a function, include "

@@ -84,6 +84,13 @@ def test_every_page_is_in_the_navigation():
     assert {str(page.relative_to(DOCS)) for page in PAGES} <= listed
 
 
+def test_every_room_has_a_page_of_its_interface():
+    rooms = {folder.name for folder in (ROOT / "jaxrl_llm").iterdir() if folder.is_dir() and list(folder.glob("*.py"))}
+    assert {"agents", "data", "kernels"} <= rooms
+    for room in rooms:
+        assert f"\n::: jaxrl_llm.{room}\n" in (DOCS / "reference" / "api" / f"{room}.md").read_text()
+
+
 @pytest.mark.parametrize(
     "page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES], ids=lambda p: str(p.relative_to(ROOT))
 )
@@ -142,3 +149,12 @@ def test_every_metric_that_is_explained_is_one_that_runs_write():
 
 def test_the_readme_is_read_in_a_minute():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 160
+
+
+def test_files_that_contributing_names_exist():
+    named = re.findall(
+        r"`((?:tests|docs|jaxrl_llm|eval|data|kernels)/[\w/.]+)`", (ROOT / "CONTRIBUTING.md").read_text()
+    )
+    assert len(named) > 10
+    for name in named:
+        assert name.endswith("/x.py") or (ROOT / name).exists(), f"CONTRIBUTING.md names {name}"

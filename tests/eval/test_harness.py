@@ -238,6 +238,13 @@ def test_bad_input_is_named(folder, tmp_path):
     harness, _ = built(folder, tmp_path / "c", Graded(), "PROMPT_LIMIT = 4")
     with pytest.raises(ValueError, match="none of 6 prompts fits in 4 tokens"):
         harness.run("")
+    harness, _ = built(folder, tmp_path / "long", None, "RESPONSE_LIMIT = 2000")
+    for refuses in (harness.run, lambda: plan(harness)):
+        with pytest.raises(
+            ValueError, match=r"128 tokens with a response of 2000 is more than the .* lower PROMPT_LIMIT or R"
+        ):
+            refuses()
+    assert not (tmp_path / "long" / "samples.jsonl").exists()
     harness, _ = built(folder, tmp_path / "c", Waiting())
     with pytest.raises(ValueError, match="no learner to give Waiting its statistics"):
         harness.run("")

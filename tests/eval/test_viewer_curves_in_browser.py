@@ -33,6 +33,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             row = {
                 "reward/mean": 10.0 ** (step - 10),
                 "loss/total": 10.5 - step,
+                **{f"eval/heldout/{n}": 1.0 for n in ("greedy", "greedy_truncated", "prompts", "sampled")},
                 "gap/mean": 0.15 * (step - 8) ** 2,
                 "stage": float(step > 10),
                 **dict.fromkeys((f"count/{n}" for n in range(60)), 1.0),  # as many as a real run has
@@ -94,15 +95,22 @@ def test_the_settings_of_two_runs_that_differ_are_listed(url, browser):
     ]
 
 
-def test_a_run_opens_at_the_most_mixed_group_of_its_newest_step(url, browser):
+@pytest.mark.parametrize("way", [".runs th a", "#views a:has-text('rollouts')"])
+def test_a_run_opens_at_the_most_mixed_group_of_its_newest_step(way, url, browser):
     page = opened(browser, url, ".runs a")
     assert page.locator(".state.good").first.inner_text() == "finished"
-    page.locator(".runs th a").first.click()
+    page.locator(way).first.click()
     page.wait_for_selector(".card", timeout=60_000)
     assert page.locator("select[name=step]").input_value() == "8"
     assert page.locator("a.group[aria-current] code").inner_text() == "mixed"  # and not the held-out one
     assert page.locator(".card [data-t]").evaluate_all("all => all.map(x => x.className)") == ["", "s9"]  # by entropy
     assert "invalid" in page.locator(".cards").inner_text()
+
+
+def test_the_list_of_runs_has_results_and_no_counts_beside_them(url, browser):
+    page = opened(browser, url, ".runs a")
+    heads = page.locator(".runs thead th").all_inner_texts()
+    assert [head for head in heads if "/" in head] == ["heldout/greedy", "heldout/sampled"]
 
 
 @pytest.mark.parametrize("view", ["runs", "curves", "rollouts", "compare"])

@@ -86,6 +86,20 @@ def test_every_verb_is_there_and_helps_itself():
     assert service.returncode == 0 and "--port" in service.stdout
 
 
+@pytest.mark.parametrize(
+    ("words", "usage"),
+    [
+        ("plan", "usage: jaxrl plan [FILE]... [NAME=VALUE]... [OPTIONS]"),
+        ("chat", "usage: jaxrl chat [-h]"),
+        ("view", "usage: jaxrl view [-h]"),
+        ("serve sandbox", "usage: jaxrl serve sandbox [-h]"),
+    ],
+)
+def test_the_help_of_a_verb_names_what_was_typed(words, usage):
+    shown = CliRunner().invoke(commands.main, [*words.split(), "--help"], prog_name="jaxrl")
+    assert shown.exit_code == 0 and shown.stdout.startswith(usage)
+
+
 def flags_of(monkeypatch, *arguments: str) -> list[str]:
     """What `launch` is called with."""
     called = []

@@ -1,6 +1,8 @@
 """The history of a run is what its folder holds, also while another process writes there."""
 
 import math
+import re
+from pathlib import Path
 
 import pytest
 
@@ -19,12 +21,19 @@ def test_a_row_that_is_being_written_is_no_part_of_the_history(tmp_path, torn):
     assert found == {"step": 1, "reward/mean": 0.5}
 
 
-def test_a_notebook_draws_results_of_evaluations_and_no_lengths():
+def test_a_notebook_draws_results_of_evaluations_and_no_lengths_or_counts():
     names = (
         "eval/held/greedy_length",
         "eval/held/greedy_truncated",
         "eval/held/greedy",
         "eval/held/at/4",
+        "eval/held/prompts",
         "entropy/mean",
     )
     assert page.curves_of([dict.fromkeys(names, 1.0)]) == ["entropy/mean", "eval/held/greedy"]
+
+
+def test_a_notebook_draws_metrics_that_are_explained():
+    """The page of metrics is written by hand; its names are held to what runs write by a test of their own."""
+    text = (Path(__file__).parents[2] / "docs" / "explanation" / "metrics.md").read_text()
+    assert set(page.CURVES) <= set(re.findall(r"`(\w+/\w+)`", text))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -113,6 +114,8 @@ def test_it_chats_evaluates_exports_and_shows_itself(trained):
     assert found["evaluated"]["greedy"] == pytest.approx(last["eval/heldout/greedy"], abs=1e-6)
     assert (folder / "model/config.json").is_file() and (folder / "model/tokenizer.json").is_file()
     assert "step 4 of 4" in found["shown"] and "Write about" in found["shown"] and "<polyline" in found["shown"]
+    drawn = re.findall(r"<svg [^>]*aria-label=\"([^\"]+)\"", found["shown"])
+    assert drawn[:2] == ["reward/mean", "loss/total"] and {"entropy/mean", "response/length"} <= set(drawn)
 
 
 def test_the_command_line_goes_on_with_it(trained):

@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 import tiny_run
+from click.testing import CliRunner
 
 from jaxrl_llm import launch
+from jaxrl_llm.interface import commands
 from jaxrl_llm.tools import fit
 
 PAGE = tiny_run.ROOT / "docs" / "reference" / "mistakes.md"
@@ -24,6 +26,14 @@ Written by `JAXRL_LLM_UPDATE=1 python -m pytest tests/launch/test_forty_mistakes
 jaxrl_llm.launch` prints with `--dry_run`, before anything is compiled, and ends with exit code 1.
 
 | what is wrong | what is printed |
+|---|---|
+"""
+COMMANDS_HEAD = """
+## Of the command jaxrl
+
+What `jaxrl` prints, in a folder with `rows.jsonl`, `reward.py` and no other file. A mistake of the command's own words (a verb, an option) ends with exit code 2.
+
+| what is typed | what is printed |
 |---|---|
 """
 CONFIG = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
@@ -109,6 +119,35 @@ MISTAKES: dict[str, Mistake] = {
     "a reward with other parameters": Mistake((), ("score(a, b) takes no `text`", "(prompt, text)"), file=SCORED, reward="def score(a, b):\n    return 1\n"),
 }  # fmt: skip
 
+OWN_RUN = "train model=tiny data=rows.jsonl reward=reward.py:score steps=2"
+# {what is typed: words that the message must have}
+TYPED: dict[str, tuple[str, ...]] = {
+    "trian quickstart": ("No such command 'trian'", "'train'"),
+    "train quickstart --gruop": ("No such option '--gruop'",),
+    "train quickstrat": ("quickstrat is no gin file or run folder", "near it are quickstart"),
+    "train quickstart gruop_size=4": ("GRUOP_SIZE", "is GROUP_SIZE meant?"),
+    "train quickstart group_size 4": ("group_size is a setting and has no value: write group_size=VALUE",),
+    "train quickstart grpo.GRPO.clip_hi=0.3": ("grpo.GRPO has no 'clip_hi'; is clip_high meant?",),
+    "train quickstart algorithm=gprpo": ("the package has no gin/algorithms/gprpo.gin", "near it are grpo"),
+    "train quickstart profile_steps=[1": ("[1 is no Python literal",),
+    f"{OWN_RUN} group_size=two": ("GROUP_SIZE='two'", "a whole number", "such as GROUP_SIZE=8"),
+    OWN_RUN.replace("model=tiny ", ""): ("no model is given", 'model="FOLDER"'),
+    OWN_RUN.replace("data=rows.jsonl ", ""): ("no data is given", 'data="FILE.jsonl"'),
+    OWN_RUN.replace("reward=reward.py:score ", ""): ("GRPO learns from samples", "reward=FILE.py:NAME"),
+    OWN_RUN.replace(" steps=2", ""): ("STEPS (rl/train.Stage.steps) must be set", "such as STEPS=8"),
+    OWN_RUN.replace("reward.py:", "rewrad.py:"): ("no file 'rewrad.py'",),
+    OWN_RUN.replace(":score", ""): ("reward=reward.py names no function of the file: give reward.py:NAME",),
+    OWN_RUN.replace(":score", ":scoer"): ("reward.py has no 'scoer'; its functions are ['score']",),
+    OWN_RUN.replace("rows.jsonl", "rosw.jsonl"): ("no data at 'rosw.jsonl'",),
+    OWN_RUN.replace("rows.jsonl", "noprompt.jsonl"): ("noprompt.jsonl:1: no column is recognised as the prompt", "the row has ['text']"),
+    OWN_RUN.replace("tiny", "tinny"): ("'tinny' is no folder and no Hugging Face id",),
+    "eval gsm9k model=model": ("the package has no gin/eval/gsm9k.gin", "near it are gsm8k"),
+    "eval gsm8k": ("MODEL_PATH (train.TrainedModel.path) must be set",),
+    "export nowhere --out model": ("nowhere is no run folder",),
+    "chat nowhere": ("nowhere is no folder: give a Hugging Face folder or a run folder",),
+    "view nowhere": ("nowhere is no folder: give a run's folder",),
+}  # fmt: skip
+
 
 def prints(mistake: Mistake, folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
     """What launch prints for a mistake, without the folder's name."""
@@ -132,9 +171,20 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def table() -> dict[str, str]:
-    """{what is wrong: what is printed} of the page."""
-    rows = [line.strip("| ").split(" | `` ", 1) for line in PAGE.read_text().splitlines() if line.startswith("| ")][1:]
-    return {row[0]: row[1].removesuffix(" ``").replace("\\|", "|") for row in rows}
+    """{what is wrong: what is printed} of both tables of the page."""
+    rows = [line.strip("| ").split(" | `` ", 1) for line in PAGE.read_text().splitlines() if " | `` " in line]
+    return {row[0].strip("`"): row[1].removesuffix(" ``").replace("\\|", "|") for row in rows}
+
+
+def checked(name: str, said: str) -> None:
+    """Holds a row of the page to what was printed; JAXRL_LLM_UPDATE=1 writes it first."""
+    if os.environ.get("JAXRL_LLM_UPDATE"):
+        kept = (table() if PAGE.is_file() else {}) | {name: said}
+        told = {n: text.replace("|", chr(92) + "|") for n, text in kept.items()}
+        rows = "".join(f"| {n} | `` {told[n]} `` |\n" for n in MISTAKES if n in told)
+        typed = "".join(f"| `jaxrl {n}` | `` {told[f'jaxrl {n}']} `` |\n" for n in TYPED if f"jaxrl {n}" in told)
+        PAGE.write_text(HEAD + rows + COMMANDS_HEAD + typed)
+    assert table()[name] == said, "docs/reference/mistakes.md is old: run with JAXRL_LLM_UPDATE=1"
 
 
 @pytest.mark.parametrize("name", MISTAKES)
@@ -144,12 +194,25 @@ def test_a_mistake_is_told_in_one_line_that_names_the_mend(
     said = prints(MISTAKES[name], tmp_path, capsys)
     for word in MISTAKES[name].names:
         assert word in said
-    if os.environ.get("JAXRL_LLM_UPDATE"):
-        kept = (table() if PAGE.is_file() else {}) | {name: said}
-        text = "".join(f"| {n} | `` {kept[n].replace('|', chr(92) + '|')} `` |\n" for n in MISTAKES if n in kept)
-        PAGE.write_text(HEAD + text)
-    assert table()[name] == said, "docs/reference/mistakes.md is old: run with JAXRL_LLM_UPDATE=1"
+    checked(name, said)
 
 
-def test_the_table_has_forty_mistakes_and_more() -> None:
-    assert len(MISTAKES) >= 40 and list(table()) == list(MISTAKES)
+@pytest.mark.parametrize("typed", TYPED)
+def test_a_mistake_of_the_command_is_told_in_one_line(typed: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(GOOD)
+    (tmp_path / "noprompt.jsonl").write_text('{"text": "?"}\n')
+    (tmp_path / "reward.py").write_text(SCORE)
+    words = typed.split()
+    dry = ["--dry_run"] if words[0] in ("train", "eval") else []
+    dry += ["rows=8"] if "steps=2" in words else []  # of the suite's eight devices, each has one
+    done = CliRunner().invoke(commands.main, [*words, *dry])
+    assert done.exit_code == (2 if typed in ("trian quickstart", "train quickstart --gruop") else 1), done.output
+    said = done.stderr.strip().splitlines()[-1].replace(f"{tmp_path}/", "").replace(f"{tiny_run.ROOT}/", "")
+    assert "Traceback" not in done.stderr and not list(tmp_path.glob("runs"))
+    for word in TYPED[typed]:
+        assert word in said
+    checked(f"jaxrl {typed}", said)
+
+
+def test_the_tables_have_forty_mistakes_and_more() -> None:
+    assert len(MISTAKES) >= 40 and list(table()) == [*MISTAKES, *(f"jaxrl {typed}" for typed in TYPED)]

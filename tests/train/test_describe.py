@@ -30,7 +30,7 @@ from jaxrl_llm.rewards.weighted import Weighted
 from jaxrl_llm.rewards.wrap import Wrap
 from jaxrl_llm.samplers.embedded.sampler import EmbeddedSampler
 from jaxrl_llm.tools import doctor
-from jaxrl_llm.train import describe
+from jaxrl_llm.train import build, describe
 from jaxrl_llm.train.stage import Stage
 
 ON_CPU = "attention reference, token_stats xla, decode_attention reference on cpu"
@@ -245,3 +245,10 @@ def test_a_kernel_whose_calls_have_no_dtype_runs_by_the_best_backend_that_the_de
     sizes = {"tokens": 64, "size": 64, "key_heads": 2, "value_heads": 2, "key_width": 16, "value_width": 16}
     call = delta_rule.Call(platform="cpu", rows=1, **sizes)
     assert describe.better(dispatch.Choice(op="delta_rule", backend="xla", call=call, refused={"triton": "no"})) is None
+
+
+def test_dropped_rows_are_told_with_the_limit_that_they_pass(capsys):
+    build.say("stage rl: 3 rows", {"rows": 6, "kept": 4, "truncated": 0, "dropped/too_long": 2, "dropped/empty": 0})
+    build.say("stage rl: 3 rows", {"rows": 3, "kept": 3, "truncated": 0, "dropped/too_long": 0})
+    told = "stage rl: 3 rows (dropped/too_long 2 of 6, longer than PROMPT_LIMIT)\nstage rl: 3 rows\n"
+    assert capsys.readouterr().out == told

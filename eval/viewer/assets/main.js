@@ -32,7 +32,7 @@ async function draw() {
   const waiting = setTimeout(() => fresh() && (busy.textContent = "loading"), 150);
   document.getElementById("views").replaceChildren(
     ...Object.keys(VIEWS).map((name, i) => {
-      const kept = name === "rollouts" && get("run") ? { run: get("run") } : {};
+      const kept = name === "rollouts" && get("run") ? { newest: get("run") } : {};
       return el(
         "a",
         { href: link({ view: name, ...kept }, {}), "aria-current": name === view() && "page", title: `key ${i + 1}` },

@@ -3,6 +3,7 @@
 import { ask } from "./api.js";
 import { cards, question, strip } from "./cards.js";
 import { el, input, number, select } from "./dom.js";
+import { newest } from "./runs.js";
 import { all, get, link, set } from "./state.js";
 import { available, COLOURS, legend, scale } from "./tokens.js";
 
@@ -231,7 +232,8 @@ async function content() {
 export async function draw(main, fresh) {
   if (!get("run")) {
     const runs = (await ask("runs")).filter((one) => one.rollouts);
-    if (fresh() && runs.length) return set({ run: runs[0].name }, { replace: true });
+    const one = runs.find((one) => one.name === get("newest")) ?? runs[0];
+    if (fresh() && one) return set({ ...newest(one), newest: "" }, { replace: true });
     return fresh() && main.replaceChildren(el("p", { class: "page" }, "No run here has rollouts (yet)."));
   }
   await describe();

@@ -25,7 +25,9 @@ function state(one) {
 
 // A run opens at the group of its newest step whose rewards differ most, coloured; where it learns from samples, at one of these.
 export const newest = (one) =>
-  link({ view: "rollouts", run: one.name, step: "~1e15", kind: one.kinds.includes("train") ? "train" : "", order: "spread", colour: "entropy" }, {});
+  one.kind === "run"
+    ? { view: "rollouts", run: one.name, step: "~1e15", kind: one.kinds.includes("train") ? "train" : "", order: "spread", colour: "entropy" }
+    : { view: "rollouts", run: one.name };
 
 const measured = (one) => (one.kind === "run" ? one.held_out : one.metrics) ?? {};
 
@@ -48,7 +50,7 @@ function row(one, columns) {
     el(
       "th",
       { scope: "row" },
-      el("a", { href: one.kind === "run" ? newest(one) : link({ view: "rollouts", run: one.name }, {}), title: one.path }, one.name),
+      el("a", { href: link(newest(one), {}), title: one.path }, one.name),
       one.notices.map((notice) => el("div", { class: "notice" }, notice)),
     ),
     el(
@@ -91,10 +93,9 @@ function table(kind, runs) {
   if (!mine.length) return null;
   const counts = new Map();
   for (const one of mine) for (const name of Object.keys(measured(one))) counts.set(name, (counts.get(name) ?? 0) + 1);
-  const preferred = (name) => (/(_truncated|_length|_distinct)$/.test(name) || name.split("/").length > 3 ? 1 : 0);
-  const columns = [...counts.keys()]
-    .sort((a, b) => preferred(a) - preferred(b) || counts.get(b) - counts.get(a))
-    .slice(0, 4);
+  const beside = (name) => /(_truncated|_length|_distinct|\/prompts)$/.test(name) || name.split("/").length > 3;
+  const results = [...counts.keys()].filter((name) => !beside(name));
+  const columns = (results.length ? results : [...counts.keys()]).sort((a, b) => counts.get(b) - counts.get(a)).slice(0, 4);
   const fixed = kind === "run" ? ["status", "age", "duration", "steps", "reward", "length"] : ["model", "tokens/s"];
   const heads = ["name", "rollouts", ...fixed, ...columns.map((name) => name.replace(/^eval\//, "")), "commit", ""];
   return [

@@ -84,7 +84,7 @@ class EmbeddedSampler:
         """
         if not 2 <= max_length <= policy.architecture.max_positions:
             raise ValueError(
-                f"max_length must be 2..{policy.architecture.max_positions} tokens, the most of the model (got {max_length}): set the lengths of both"
+                f"max_length must be 2..{policy.architecture.max_positions} tokens, the most of the model (got {max_length}): lower PROMPT_LIMIT or RESPONSE_LIMIT, which it adds up"
             )
         plain = policy.plain
         for name in ("cache", "weights") if policy.bitwise else ():

@@ -54,7 +54,7 @@ def plan(run: Run | Harness | EntropyFlow, devices: Sequence[Any] | None = None)
 
 def _evaluation(harness: Harness, partitioner: Partitioner) -> Iterable[str]:
     """Yields lines on what an evaluation would sample, and how many responses exist already."""
-    model, evaluation, rows = harness.model.open(partitioner), harness.evaluation, harness.rows()
+    model, evaluation, rows = harness.opened(partitioner), harness.evaluation, harness.rows()
     yield f"results      {Path(harness.out_dir).absolute()} (seed {harness.seed})"
     yield f"weights      {model.name}"
     yield from _machine(partitioner, model.policy, model.tokenizer)
