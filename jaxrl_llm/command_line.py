@@ -63,7 +63,7 @@ EXPECTED = (ValueError, OSError, FloatingPointError, TimeoutError, ImportError, 
 
 
 def parser(module: str, description: str | None) -> argparse.ArgumentParser:
-    """Returns the parser of `python -m jaxrl_llm.MODULE`, which keeps the line breaks of `description`."""
+    """Returns the parser of `python -m jaxrl_llm.MODULE`, which names the verb of `jaxrl` instead where that calls it."""
     keeps = argparse.RawDescriptionHelpFormatter
     verb = click.get_current_context(silent=True)
     name = f"python -m jaxrl_llm.{module}" if verb is None else verb.command_path

@@ -390,7 +390,7 @@ class GroupLoader(Protocol):
 
 
 class Down(RuntimeError):
-    """Raised where a service failed too often in a row; it stops the run, whether or not other rewards work."""
+    """Raised where a service failed too often in a row; the run saves and ends, whether or not other rewards work, and the same command resumes it."""
 
 
 class SamplerDown(Down):

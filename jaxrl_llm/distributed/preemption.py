@@ -22,7 +22,7 @@ from jaxrl_llm.distributed.processes import Processes
 
 Found = TypeVar("Found")
 
-STOPPED = 75  # exit status: a signal ended the run, and everything is saved; the same command resumes it
+STOPPED = 75  # exit status: a signal, a service that is down or a full disk ended the run, all is saved, and the same command resumes it
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
