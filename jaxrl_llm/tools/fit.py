@@ -1,7 +1,7 @@
 """Chooses settings that fit a device: rows of a micro-batch, rematerialisation, and the optimizer's moments.
 
-The account adds the state's own shapes, memory beside it (the reference, the sampler's copy of the weights), and the activations by the
-cost model, which was compared with measured peaks. Among the settings that fit, those that change least are preferred: moments in
+The account adds the state's own shapes, memory beside it (the reference, the sampler's copy of the weights), the gradient of one micro-batch
+beside the sum of several, and the activations by the cost model, which was compared with measured peaks. Among the settings that fit, those that change least are preferred: moments in
 float32 on the device, then the first moment in bfloat16, then both moments on the host; among these, those of about the least predicted
 time.
 """
@@ -17,12 +17,14 @@ from typing import Any
 import jax
 
 from jaxrl_llm.distributed.mesh import Partitioner
+from jaxrl_llm.learner.optimizer import rested
 from jaxrl_llm.samplers.embedded.room import taken_bytes
 from jaxrl_llm.samplers.embedded.sampler import EmbeddedSampler
 from jaxrl_llm.samplers.embedded.slots import Capacity
 from jaxrl_llm.tools import memory
 from jaxrl_llm.tools.planning import cost_model
 from jaxrl_llm.tools.planning.chips import CHIPS, DEVICES, GIB, Device
+from jaxrl_llm.train.build import learner_of
 from jaxrl_llm.train.run import Run
 from jaxrl_llm.train.stage import Stage
 
@@ -92,6 +94,16 @@ def activations(setting: cost_model.Setting, tokens: int, dtype: str) -> float:
     return (cost_model.memory_bytes(setting, tokens) - without) * (2 if dtype == "float32" else 1)
 
 
+def working(policy: Any, stage: Stage, remat: str, rows: int) -> float:
+    """Returns the bytes of an update beside the state: its activations, and one micro-batch's gradient where the sum of several is state."""
+    own = 0
+    if _wanted(stage) > rows:
+        learner = learner_of(stage, policy, 0)
+        shapes = (rested(tree, learner.optimizers[name].slopes_dtype) for name, tree in learner.gradients.items())
+        own = sum(memory.size(tree) for tree in shapes)
+    return own + activations(setting_of(policy, stage, remat), _tokens(stage, rows, policy), policy.compute_dtype)
+
+
 def setting_of(policy: Any, stage: Stage, remat: str) -> cost_model.Setting:
     """Returns the cost model's settings of a stage."""
     optimizer = stage.optimizer
@@ -107,8 +119,7 @@ def needed(run: Run, policy: Any) -> float:
     found = [0.0]
     for stage in run.stages:
         held = sum(memory.state(stage, policy).values()) + beside(run, stage, policy)
-        tokens = stage.packing.rows // policy.partitioner.batch_shards * stage.packing.row_tokens
-        found.append(held + activations(setting_of(policy, stage, policy.remat), tokens, policy.compute_dtype))
+        found.append(held + working(policy, stage, policy.remat, stage.packing.rows))
     return max(found)
 
 
@@ -127,10 +138,7 @@ def choose(run: Run, device: Device) -> Choice | None:
         for remat in REMATS:
             fitting = [_rows(s, policy, remat, USABLE * device.bytes - h) for s, h in zip(stages, held, strict=True)]
             if all(fitting):
-                most = max(
-                    h + activations(setting_of(policy, s, remat), _tokens(s, r, policy), policy.compute_dtype)
-                    for s, h, r in zip(stages, held, fitting, strict=True)
-                )
+                most = max(h + working(policy, s, remat, r) for s, h, r in zip(stages, held, fitting, strict=True))
                 seconds = sum(_seconds(s, policy, remat, r) * s.updates for s, r in zip(stages, fitting, strict=True))
                 choice = Choice(rows=tuple(fitting), remat=remat, moments=moments, offload=offload, needed=most)
                 found.append((seconds, choice))
@@ -153,14 +161,12 @@ def _wanted(stage: Stage) -> int:
 
 def _rows(stage: Stage, policy: Any, remat: str, room: float) -> int:
     """Returns the most rows, shards x 2^k and no more than a mini-batch fills, whose activations fit; 0 where one row per shard does not."""
-    shards, setting = policy.partitioner.batch_shards, setting_of(policy, stage, remat)
-    fits = lambda rows: activations(setting, _tokens(stage, rows, policy), policy.compute_dtype) <= room  # noqa: E731
-    rows = shards
-    if not fits(rows):
-        return 0
-    while rows < min(_wanted(stage), MOST_ROWS) and fits(2 * rows):
-        rows *= 2
-    return rows
+    shards = policy.partitioner.batch_shards
+    tried = [shards]
+    while tried[-1] < min(_wanted(stage), MOST_ROWS):
+        tried.append(2 * tried[-1])
+    # Rows that hold a whole mini-batch need no second gradient, and may fit where half of them do not.
+    return max((rows for rows in tried if working(policy, stage, remat, rows) <= room), default=0)
 
 
 def _seconds(stage: Stage, policy: Any, remat: str, rows: int) -> float:

@@ -8,8 +8,9 @@ import tiny_run
 
 from jaxrl_llm import command_line, launch
 from jaxrl_llm.distributed.mesh import Partitioner
-from jaxrl_llm.tools import fit, plan, programs
+from jaxrl_llm.tools import fit, memory, plan, programs
 from jaxrl_llm.tools.planning import run_plan
+from jaxrl_llm.train.build import learner_of
 
 MIB = 2**20
 # 19 million parameters, whole on each device, so that the state (369 MiB with the reference) is larger than a micro-batch.
@@ -37,7 +38,7 @@ def test_the_choice_fits_grows_with_the_device_and_is_the_same_each_time(tmp_pat
     policy = run.policy.policy(Partitioner.create(run.mesh))
     numbers = run_plan._count(policy.abstract())
     found = {}
-    for size in (250, 350, 1000, 4000):
+    for size in (300, 350, 1000, 4000):
         device = fit.Device("d", size * MIB)
         found[size] = fit.choose(run, device)
         assert found[size] == fit.choose(run, device)
@@ -58,14 +59,29 @@ def test_the_estimate_is_of_the_size_of_the_compiled_programs_account(tmp_path: 
     assert 0.7 < fit.needed(run, policy) / compiled < 1.5
 
 
+def test_several_micro_batches_take_a_second_gradient_as_the_compiled_program_does(tmp_path: Path) -> None:
+    held = {}
+    for rows in (8, 64):  # a mini-batch of 32 sequences of the greatest length, in rows of one each
+        run, _ = built(tmp_path, **LARGER | {"PROMPTS_PER_STEP": 16}, MINIBATCHES=2, ROWS=rows, ROW_TOKENS=32)
+        policy, (stage,) = run.policy.policy(Partitioner.create(run.mesh)), run.stages
+        setting, tokens = fit.setting_of(policy, stage, policy.remat), rows // policy.partitioner.batch_shards * 32
+        held[rows] = fit.needed(run, policy) - fit.activations(setting, tokens, policy.compute_dtype)
+    gradient = 4 * run_plan._count(policy.abstract())
+    assert held[8] - held[64] == pytest.approx(gradient, rel=0.01)
+    learner = learner_of(stage, policy, 0)
+    sums = memory.of_learner(learner, memory.batch_of(stage, learner), 2)["accumulate"]
+    assert sums.arguments > 2 * gradient, "the weights and the sum"
+    assert sums.temporary > gradient, "the gradient of the micro-batch that is added"
+
+
 def test_the_lines_are_bindings_that_the_run_takes(tmp_path: Path) -> None:
     run, config = built(tmp_path, **LARGER)
-    head, *lines = fit.fitted(run, config, fit.Device("small", 250 * MIB))
-    assert head.startswith("# small: ") and head.endswith(" of 0.2 GiB")
+    head, *lines = fit.fitted(run, config, fit.Device("small", 300 * MIB))
+    assert head.startswith("# small: ") and head.endswith(" of 0.3 GiB")
     again, _ = command_line.build(
         [tiny_run.GIN_FILE], [*tiny_run.bindings(tmp_path, **tiny_run.RL_ALONE, **LARGER), *lines]
     )
-    choice = fit.choose(run, fit.Device("small", 250 * MIB))
+    choice = fit.choose(run, fit.Device("small", 300 * MIB))
     assert choice is not None
     (stage,) = again.stages
     took = (stage.packing.rows, again.policy.remat, stage.optimizer.moments_dtype, stage.optimizer.offload)
