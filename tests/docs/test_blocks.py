@@ -70,6 +70,7 @@ def test_the_blocks_of_a_page_run_in_order(page, tmp_path):
                 f"{page.name}:{block.line}\n{block.small}\n{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
             )
             assert "Traceback" not in done.stderr, done.stderr[-5000:]
+            assert "(dropped/" not in done.stdout, f"{page.name}:{block.line} loses rows: {done.stdout[:3000]}"
 
 
 def test_a_block_is_read_with_its_marks(tmp_path):
