@@ -80,7 +80,7 @@ def test_modules_open_with_a_docstring():
 
 def test_gin_files_that_texts_name_are_there():
     texts = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *(ROOT / "gin").rglob("*.gin"), *python_files()]
-    for file in texts:
+    for file in set(texts) - {ROOT / "docs/reference/mistakes.md"}:  # which misspells names on purpose
         for name in re.findall(r"\bgin/[a-z0-9_/]+\.gin\b", file.read_text()):
             missing = not (ROOT / name).exists() and name != "gin/algorithms/mine.gin"  # a user's own, in README.md
             assert not missing, f"{file.relative_to(ROOT)} names {name}, which does not exist"
