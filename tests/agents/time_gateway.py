@@ -9,7 +9,6 @@ the same calls as often without it, by the token service in this process; `overh
 
 import argparse
 import asyncio
-import gc
 import json
 import os
 import statistics
@@ -56,9 +55,6 @@ async def served(
     gateway = await Gateway().start(service, made)
     points = [gateway.endpoint(service.open(seed=i)) for i in range(given.sessions)]
     late, busy = list[float](), list[float]()
-    gc.collect()
-    gc.freeze()  # a collection of all that JAX and transformers hold takes 60 to 150 ms, and is not the gateway's
-    watch = asyncio.create_task(lags(late, busy))
     command = [
         sys.executable,
         "-m",
@@ -70,6 +66,7 @@ async def served(
         str(given.words),
     ]
     playing = await asyncio.create_subprocess_exec(*command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    watch = asyncio.create_task(lags(late, busy))
     cpu, begin = time.process_time(), time.perf_counter()
     sent = json.dumps([[p.base_url, p.key] for p in points]).encode()
     output, _ = await playing.communicate(sent)
