@@ -17,12 +17,16 @@ class Mistake(ValueError):
     """A call that the policy got wrong; its text is the answer."""
 
 
+class Failed(Mistake):
+    """A call that was made and came to nothing, such as code that raised an exception; its text is the answer."""
+
+
 @runtime_checkable
 class InUse(Protocol):
     """A tool in one rollout."""
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
-        """The answer to a call; raises Mistake for arguments that the tool cannot take."""
+        """The answer to a call; raises Mistake for arguments that the tool cannot take, and Failed for a call that came to nothing."""
         ...
 
     async def close(self) -> None:
@@ -91,7 +95,7 @@ class Episode:
     """The tools of one rollout.
 
     Attributes:
-      counts: calls by how they went: "ok", "mistake", and the statuses of calls that could not be read.
+      counts: calls by how they went: "ok", "failed", "mistake", and the statuses of calls that could not be read.
     """
 
     factory: Tools
@@ -140,7 +144,7 @@ class Episode:
         try:
             answer = await self._used[call.name].call(call.arguments)
         except Mistake as mistake:
-            self.counts["mistake"] += 1
+            self.counts["failed" if isinstance(mistake, Failed) else "mistake"] += 1
             return str(mistake)
         self.counts["ok"] += 1
         return answer
