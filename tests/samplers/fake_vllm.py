@@ -375,11 +375,17 @@ class Choice:
         elif len(self.tokens) == self.most:
             self.finish = "length"
 
+    def entry(self, token: int, logprob: float) -> dict[str, Any]:
+        """A token's log-prob: 0.32 and later give its number, and versions before its text."""
+        if self.server.release >= "0.32":
+            return {"token_id": token, "logprob": logprob, "rank": 1, "top_logprobs": []}
+        return {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
+
     def said(self, start: int = 0) -> dict[str, Any]:
         tokens, logprobs = self.tokens[start:], self.logprobs[start:]
         spans = [{"version": x, "start": i, "end": i + 1} for i, x in enumerate(self.labels)]
         if self.native:
-            listed: dict[str, Any] = {"content": [{"logprob": x} for x in logprobs]}
+            listed: dict[str, Any] = {"content": [self.entry(t, x) for t, x in zip(tokens, logprobs, strict=True)]}
         else:
             listed = {"token_logprobs": logprobs}
         said = {"index": self.index, "token_ids": tokens, "logprobs": listed, "finish_reason": self.finish}
