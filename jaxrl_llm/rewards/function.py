@@ -162,7 +162,7 @@ async def _each(name: str, call: Call, rollouts: Sequence[Rollout], run: Run) ->
             found = call.function(**call.arguments(values, columns_of(prompt)))
             return found if inspect.isawaitable(found) else number(found)
         except Exception as error:  # a user's function may raise anything
-            return error
+            return _noted(error)
 
     async def judged(found: Any) -> float | None:
         if isinstance(found, Exception):
@@ -202,7 +202,14 @@ async def _all(name: str, call: Call, rollouts: Sequence[Rollout], run: Run) -> 
             )
         return part(name, [number(value) for value in found])
     except Exception as error:  # a user's function may raise anything
-        return none_judged(name, rollouts, error)
+        return none_judged(name, rollouts, _noted(error))
+
+
+def _noted(error: Exception) -> Exception:
+    """The error, with what to do where it says that signals are set in the main thread alone."""
+    if "signal" in str(error):
+        error.add_note("plain reward functions are called in a thread: set function.Function.thread=False for this one")
+    return error
 
 
 async def _here(function: Callable[[], Any]) -> Any:

@@ -271,5 +271,5 @@ def test_a_function_that_sets_a_signal_is_called_in_the_main_thread_where_it_is_
         return 1.0
 
     assert not score(Function(function=limited), ["a"]).valid["limited"].any()
-    assert "main thread" in log.text
+    assert "main thread" in log.text and "set function.Function.thread=False" in log.text
     assert score(Function(function=limited, thread=False), ["a"]).parts["limited"].tolist() == [1.0]
