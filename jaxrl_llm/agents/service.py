@@ -14,7 +14,9 @@ from jaxrl_llm.agents.session import Asked, Call, Ended, Session
 from jaxrl_llm.experience import Completion, SamplingParams
 from jaxrl_llm.protocols import Conversation, Conversing, Keeping, Sampler
 
-_RARE = 1_000  # collections of the middle generation between two full ones; a call of an agent makes about 1/80 of one
+# Collections of the middle generation, of which a call of an agent makes about 1/80: from how many on a full one is made where nobody waits,
+# and anywhere.
+_DUE, _RARE = 100, 1_000
 _REMEMBERED = 10_000  # closed sessions whose late requests are told so
 
 
@@ -25,7 +27,7 @@ class Overloaded(Exception):
 class Collections:
     """Full collections of Python's garbage, which look at all objects of the process while its event loop stands still.
 
-    With JAX, transformers and a thousand sessions one takes 0.1 s and more. While a gateway listens they are rare, and made where nobody waits.
+    With JAX, transformers and a thousand sessions one takes 0.1 to 0.4 s. While a gateway listens they are rare, and made where nobody waits.
     """
 
     def __init__(self) -> None:
@@ -46,8 +48,8 @@ class Collections:
             gc.set_threshold(*self._usual)
 
     def now(self) -> None:
-        """Makes a full collection where they are rare; for moments when nobody waits."""
-        if self._open:
+        """Makes a full collection where they are rare and one is due; for moments when nobody waits."""
+        if self._open and gc.get_count()[2] >= _DUE:
             gc.collect()
 
 
@@ -267,7 +269,7 @@ class TokenService:
     def take(self) -> Mapping[str, float]:
         """Returns the counts of the sessions that were closed since the last call, and the open ones, named "agents/...".
 
-        A step asks once; where the sampler has no call then, Python's garbage is collected.
+        A step asks once; where the sampler has no call then, Python's garbage may be collected.
         """
         found = {f"agents/{name}": float(value) for name, value in self.counters.items()}
         self.counters.clear()

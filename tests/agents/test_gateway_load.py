@@ -10,6 +10,7 @@ from agents.gateways import SETTINGS, rendering, speaks, user
 from aiohttp import ClientSession, TCPConnector
 
 from jaxrl_llm.agents import chat_request
+from jaxrl_llm.agents import service as service_module
 from jaxrl_llm.agents.gateway import Gateway
 from jaxrl_llm.agents.service import TokenService
 
@@ -75,7 +76,7 @@ def test_full_collections_of_garbage_are_rare_while_a_gateway_listens():
     assert rare[:2] == usual[:2] and rare[2] >= 1000 > usual[2] and gc.get_threshold() == usual
 
 
-def test_garbage_is_collected_once_a_step_where_the_sampler_has_no_call():
+def test_garbage_is_collected_after_a_step_where_it_is_due_and_the_sampler_has_no_call(monkeypatch):
     class Cycle:
         pass
 
@@ -90,14 +91,20 @@ def test_garbage_is_collected_once_a_step_where_the_sampler_has_no_call():
         service = TokenService(sampler, SETTINGS)
         gateway = await Gateway().start(service)
         session = service.open(seed=0)
+        gc.collect()
         gc.disable()  # of young objects
         try:
             thrown = left()
             call = asyncio.create_task(service.continue_(session, np.arange(1, 4)))
             await asyncio.sleep(0.05)
-            service.take()
+            with monkeypatch.context() as due:
+                due.setattr(service_module, "_DUE", 0)
+                service.take()
             assert thrown() is not None
             await call
+            service.take()
+            assert thrown() is not None  # none of the middle generation was collected, so that it is not due
+            monkeypatch.setattr(service_module, "_DUE", 0)
             service.take()
             assert thrown() is None
         finally:
