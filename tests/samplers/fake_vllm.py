@@ -298,15 +298,8 @@ class FakeVllm:
                 {"results": [{"version": self.version + self.commit_adds, "error": "", "seconds": 0.1} | held]}
             )
         version, state = self.staged
-        status = {
-            "version": version,
-            "state": state,
-            "error": self.stage_error,
-            "seconds": 0.1,
-            "bytes": 8,
-            "mark": self.mark,
-        }
-        return await answer({"results": [status]})
+        status = {"version": version, "state": state, "error": self.stage_error, "seconds": 0.1, "bytes": 8}
+        return await answer({"results": [status | {"mark": self.mark}]})
 
 
 class Choice:
@@ -377,9 +370,8 @@ class Choice:
 
     def entry(self, token: int, logprob: float) -> dict[str, Any]:
         """A token's log-prob: 0.32 and later give its number, and versions before its text."""
-        if self.server.release >= "0.32":
-            return {"token_id": token, "logprob": logprob, "rank": 1, "top_logprobs": []}
-        return {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
+        named = {"token_id": token} if self.server.release >= "0.32" else {"token": f"token_id:{token}", "bytes": None}
+        return {**named, "logprob": logprob, "top_logprobs": []}
 
     def said(self, start: int = 0) -> dict[str, Any]:
         tokens, logprobs = self.tokens[start:], self.logprobs[start:]
