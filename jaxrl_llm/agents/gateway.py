@@ -19,7 +19,7 @@ from aiohttp import web
 from jaxrl_llm import components, serving
 from jaxrl_llm.agents import chat_request, chat_route, generate_route
 from jaxrl_llm.agents.chat_route import Chat, ChatRenderer
-from jaxrl_llm.agents.service import TokenService
+from jaxrl_llm.agents.service import COLLECTIONS, TokenService
 from jaxrl_llm.agents.session import Session
 from jaxrl_llm.agents.wire import Answer, BadRequest, Once, events, failure
 from jaxrl_llm.protocols import Endpoint
@@ -131,6 +131,7 @@ class RunningGateway:
         assert runner.server is not None
         self._runner, self.port = runner, runner.addresses[0][1]
         self._watch = asyncio.create_task(serving.looking(runner.server, self._patience))
+        COLLECTIONS.begin()
 
     async def close(self) -> None:
         """Ends all requests and stops listening; sessions stay open."""
@@ -138,7 +139,9 @@ class RunningGateway:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
         if self._runner is not None:
-            await self._runner.cleanup()
+            COLLECTIONS.end()
+            runner, self._runner = self._runner, None
+            await runner.cleanup()
         if self.chat is not None:
             self.chat.close()
 

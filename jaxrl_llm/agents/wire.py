@@ -6,7 +6,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from aiohttp import web
 
@@ -124,7 +124,8 @@ A = TypeVar("A")
 
 @dataclass(eq=False, kw_only=True)
 class _Entry(Generic[A]):
-    task: asyncio.Task[A]
+    task: asyncio.Task[A] | None  # None once there is an answer: a task keeps much else alive
+    answer: A | None = None
     waiting: int = 0
     read: bool = False
     dropped: bool = False
@@ -159,15 +160,16 @@ class Once(Generic[A]):
         """
         entry = self._entries.get(key) if again else None
         if entry is None or _failed(entry.task):
-            entry = self._entries[key] = _Entry(task=asyncio.ensure_future(_awaited(work)))
-            entry.task.add_done_callback(lambda _, entry=entry: self._done(entry))  # type: ignore[misc]
+            task = asyncio.ensure_future(_awaited(work))
+            entry = self._entries[key] = _Entry(task=task)
+            task.add_done_callback(lambda task, entry=entry: self._done(entry, task))  # type: ignore[misc]
             self._entries.move_to_end(key)
             self._forget()
         else:
             self.retried()
         entry.waiting += 1
         try:
-            result = await asyncio.shield(entry.task)
+            result = cast(A, entry.answer) if entry.task is None else await asyncio.shield(entry.task)
             entry.read = True
             if entry.dropped:
                 entry.dropped = False
@@ -175,31 +177,33 @@ class Once(Generic[A]):
             return result
         finally:
             entry.waiting -= 1
-            if not entry.waiting and not entry.task.done():
+            if not entry.waiting and entry.task is not None and not entry.task.done():
                 asyncio.get_running_loop().call_later(self.grace_s, self._abandon, entry)
 
-    def _done(self, entry: _Entry[A]) -> None:
+    def _done(self, entry: _Entry[A], task: asyncio.Task[A]) -> None:
         """Undoes an answer whose clients have gone; retrieves the error of failed work, so that asyncio does not report it."""
-        if entry.task.cancelled() or entry.task.exception() is not None:
+        if _failed(task):
             return
+        answer = task.result()
+        entry.task, entry.answer = None, answer
         if not entry.waiting and not entry.read and not entry.dropped:
             entry.dropped = True
-            self.drop(entry.task.result())
+            self.drop(answer)
 
     def _abandon(self, entry: _Entry[A]) -> None:
-        if not entry.waiting:
+        if not entry.waiting and entry.task is not None:
             entry.task.cancel()
 
     def _forget(self) -> None:
         while len(self._entries) > _KEPT:
             oldest = next(iter(self._entries))
-            if not self._entries[oldest].task.done():
+            if (task := self._entries[oldest].task) is not None and not task.done():
                 return
             del self._entries[oldest]
 
 
-def _failed(task: asyncio.Task[Any]) -> bool:
-    return task.done() and (task.cancelled() or task.exception() is not None)
+def _failed(task: asyncio.Task[Any] | None) -> bool:
+    return task is not None and task.done() and (task.cancelled() or task.exception() is not None)
 
 
 async def _awaited(work: Callable[[], Awaitable[A]]) -> A:

@@ -8,10 +8,10 @@ from typing import Any
 
 from jaxrl_llm import components
 from jaxrl_llm.environments.command import numbers
-from jaxrl_llm.environments.threaded import Workers
 from jaxrl_llm.experience import Ending, Prompt, Task
 from jaxrl_llm.protocols import Endpoint
 from jaxrl_llm.rewards import found_function
+from jaxrl_llm.rewards.blocking import Workers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class Coroutine:
 
     @cached_property
     def _workers(self) -> Workers:
-        return Workers(self.workers)
+        return Workers(self.workers, "agent")
 
 
 @dataclass(frozen=True)

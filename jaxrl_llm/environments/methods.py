@@ -8,9 +8,9 @@ from functools import cached_property
 from typing import Any
 
 from jaxrl_llm import components
-from jaxrl_llm.environments.threaded import Workers
 from jaxrl_llm.experience import Action, Observation, Prompt, Task, ToolCall
 from jaxrl_llm.rewards import found_function
+from jaxrl_llm.rewards.blocking import Workers
 from jaxrl_llm.rewards.function import asked, columns_of, number
 
 OWN = ("reset", "get_reward")
@@ -50,7 +50,7 @@ class Methods:
 
     @cached_property
     def _threads(self) -> Workers:
-        return Workers(self.workers)
+        return Workers(self.workers, "environment")
 
 
 class Episode:

@@ -117,9 +117,12 @@ class InUse:
         self.tool, self._id = tool, ""
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
-        """Executes the code of a call."""
+        """Executes the code of a call; raises tools.Failed with the answer where it did not run to its end."""
         found = await self.cell(tools.text_argument(arguments, "code"))
-        return LOST if found is None else self.tool.answer(found)
+        answer = LOST if found is None else self.tool.answer(found)
+        if found is None or found["status"] != "passed":
+            raise tools.Failed(answer)
+        return answer
 
     async def cell(self, code: str) -> Mapping[str, Any] | None:
         """Runs code and returns its result, as `Interpreters.cell` does; None where the session was lost before."""

@@ -1,15 +1,14 @@
 """Blocking environments in threads of their own, so that they never block the run."""
 
-import asyncio
-import contextlib
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from jaxrl_llm import components
 from jaxrl_llm.experience import Action, Observation, Prompt, Task
+from jaxrl_llm.rewards.blocking import Workers
 
 
 @runtime_checkable
@@ -52,42 +51,8 @@ class Threaded:
         return InThread(lambda: self.environment.build(prompt, sample, seed), self._workers)
 
     @cached_property
-    def _workers(self) -> "Workers":
-        return Workers(self.workers)
-
-
-class Workers:
-    """Runs functions in daemon threads, at most `most` at a time; the end of the process waits for none of them."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._free: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
-
-    async def run(self, function: Callable[[], Any]) -> Any:
-        """Returns what `function` returns; where the caller is cancelled, the function goes on and keeps its thread until it returns."""
-        loop = asyncio.get_running_loop()
-        if self._free is None or self._free[0] is not loop:
-            self._free = loop, asyncio.Semaphore(self._most)
-        free = self._free[1]
-        await free.acquire()
-        result: asyncio.Future[Any] = loop.create_future()
-
-        def ended(value: Any, error: BaseException | None) -> None:
-            free.release()
-            if not result.done():
-                result.set_result(value) if error is None else result.set_exception(error)
-
-        def work() -> None:
-            value, failed = None, None
-            try:
-                value = function()
-            except BaseException as error:  # it is raised again where the call is awaited
-                failed = RuntimeError(f"StopIteration: {error}") if isinstance(error, StopIteration) else error
-            with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
-                loop.call_soon_threadsafe(ended, value, failed)
-
-        threading.Thread(target=work, name="environment", daemon=True).start()
-        return await result
+    def _workers(self) -> Workers:
+        return Workers(self.workers, "environment")
 
 
 class InThread:

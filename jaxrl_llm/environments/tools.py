@@ -17,6 +17,10 @@ class Mistake(ValueError):
     """An error of the policy in a call; its text is the answer."""
 
 
+class Failed(Mistake):
+    """A call that was made and came to nothing, such as code that raised an exception; its text is the answer."""
+
+
 @runtime_checkable
 class InUse(Protocol):
     """A tool in one rollout."""
@@ -91,7 +95,7 @@ class Episode:
     """The tools of one rollout.
 
     Attributes:
-      counts: numbers of calls by outcome: "ok", "mistake", and the statuses of calls that could not be read.
+      counts: numbers of calls by outcome: "ok", "failed", "mistake", and the statuses of calls that could not be read.
     """
 
     factory: Tools
@@ -140,7 +144,7 @@ class Episode:
         try:
             answer = await self._used[call.name].call(call.arguments)
         except Mistake as mistake:
-            self.counts["mistake"] += 1
+            self.counts["failed" if isinstance(mistake, Failed) else "mistake"] += 1
             return str(mistake)
         self.counts["ok"] += 1
         return answer

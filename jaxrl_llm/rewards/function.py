@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxrl_llm.experience import Prompt, Rollout, Scores
 from jaxrl_llm.rewards import found_function
+from jaxrl_llm.rewards.blocking import Workers
 from jaxrl_llm.rewards.wrap import PlainReward, none_judged, part, report
 
 # Names of the parameter that gets the response of one rollout.
@@ -20,6 +21,10 @@ TOGETHER = ("completions", "completion_ids")
 TRAINERS: Mapping[str, Any] = {
     "trainer_state": None, "log_extra": lambda column, values: None, "log_metric": lambda name, value: None,
 }  # fmt: skip
+_THREAD = Workers(1, "reward function")  # one for all plain functions, which may know of each other
+
+Run = Callable[[Callable[[], Any]], Awaitable[Any]]
+
 FORMS = (
     "(prompt, text), (prompt, text, **columns), (prompt, text, COLUMN, ...), or TRL's (prompts, completions, **columns), plain or async; "
     "parameters are given by name"
@@ -31,18 +36,23 @@ class Function(PlainReward):
     """Scores with a function (prompt, text, columns) -> float, bool or None, or TRL's (prompts, completions, columns) -> list of these.
 
     `prompt` is what the row has, a text or a list of messages. Columns are the further columns of the row, and `reference`, the gold
-    answer. None and a response on which the function fails are invalid, which is not 0: they are counted and not learned from. A
-    function that waits for something should be async, since a plain one is waited for.
+    answer. None and a response on which the function fails are invalid, which is not 0: they are counted and not learned from.
+
+    A plain function is called in a thread, once at a time and in the order of the rollouts, so that a slow one holds up other rewards alone.
+    One that waits for something should be async.
 
     Attributes:
       function: a callable, "path/to/file.py:name" or "package.module:name"; a file may import what lies beside it.
       name: the part's name in metrics; empty takes the function's name.
+      thread: False calls a plain function in the main thread, as one needs that sets signals (math_verify does, for its limits of time);
+        sampling and agents wait for it then.
       content: a hash of the function and of what it uses of its own module, by which a resumed run recognises it; its
         name where Python does not know its source.
     """
 
     function: Callable[..., Any] | str = field(compare=False)  # `content` is compared: a file may be moved
     name: str = ""
+    thread: bool = True
     content: str = field(init=False, repr=False, default="")
     _call: "Call" = field(init=False, repr=False, compare=False)
 
@@ -55,9 +65,8 @@ class Function(PlainReward):
         """Returns one part, float64 [G]."""
         del stats
         name = self.name or self._call.name
-        if self._call.together:
-            return await _all(name, self._call, rollouts)
-        return await _each(name, self._call, rollouts)
+        run = _THREAD.run if self.thread and not self._call.waits else _here
+        return await (_all if self._call.together else _each)(name, self._call, rollouts, run)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +103,12 @@ class Call:
                 f"function takes {FORMS}"
             )
         return cls(function=function, parameters=named, columns=columns, together=together)
+
+    @property
+    def waits(self) -> bool:
+        """Whether the function is async."""
+        called = getattr(self.function, "__call__", None)  # noqa: B004 - of an object whose call is async
+        return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(called)
 
     @property
     def name(self) -> str:
@@ -133,18 +148,29 @@ def columns_of(prompt: Prompt) -> dict[str, Any]:
     return {**reference, **{name: value for name, value in prompt.extra.items() if name != "prompt"}}
 
 
-async def _each(name: str, call: Call, rollouts: Sequence[Rollout]) -> Scores:
+async def _each(name: str, call: Call, rollouts: Sequence[Rollout], run: Run) -> Scores:
     """Calls the function once for each rollout; async calls run at the same time."""
 
-    async def judged(rollout: Rollout) -> float | None:
+    def called(rollout: Rollout) -> Any:
+        """What the function returns, or the error that it raises."""
         prompt = rollout.prompt
         values = {"prompt": asked(prompt), **dict.fromkeys(TEXTS, rollout.text)}
         # The response goes to one parameter alone; a column of that name is not passed, columns of the other names are.
         taken = next(t for t in TEXTS if t in call.parameters)
         values = {n: v for n, v in values.items() if n in ("prompt", taken)}
-        return number(await _awaited(call.function(**call.arguments(values, columns_of(prompt)))))
+        try:
+            found = call.function(**call.arguments(values, columns_of(prompt)))
+            return found if inspect.isawaitable(found) else number(found)
+        except Exception as error:  # a user's function may raise anything
+            return _noted(error)
 
-    results = await asyncio.gather(*map(judged, rollouts), return_exceptions=True)
+    async def judged(found: Any) -> float | None:
+        if isinstance(found, Exception):
+            raise found
+        return number(await _awaited(found))
+
+    returned = await run(lambda: [called(rollout) for rollout in rollouts])
+    results = await asyncio.gather(*map(judged, returned), return_exceptions=True)
     failures = [(result, rollout) for result, rollout in zip(results, rollouts) if isinstance(result, BaseException)]
     for failure, _ in failures:
         if not isinstance(failure, Exception):  # a cancellation is no failure of the function
@@ -153,7 +179,7 @@ async def _each(name: str, call: Call, rollouts: Sequence[Rollout]) -> Scores:
     return part(name, [None if isinstance(result, BaseException) else result for result in results])
 
 
-async def _all(name: str, call: Call, rollouts: Sequence[Rollout]) -> Scores:
+async def _all(name: str, call: Call, rollouts: Sequence[Rollout], run: Run) -> Scores:
     """Calls the function once for all rollouts of a group, in TRL's form: completions are messages where the prompt is."""
     prompts = [asked(rollout.prompt) for rollout in rollouts]
     said = [
@@ -167,7 +193,7 @@ async def _all(name: str, call: Call, rollouts: Sequence[Rollout]) -> Scores:
     if call.columns:
         columns = {**columns, **{n: v for n, v in values.items() if n not in call.parameters}}
     try:
-        found = await _awaited(call.function(**call.arguments({**values, **given}, columns)))
+        found = await _awaited(await run(lambda: call.function(**call.arguments({**values, **given}, columns))))
         if isinstance(found, str | bytes | Mapping) or not hasattr(found, "__len__") or len(found) != len(rollouts):
             size = f" of {len(found)}" if hasattr(found, "__len__") else ""
             raise TypeError(
@@ -176,7 +202,18 @@ async def _all(name: str, call: Call, rollouts: Sequence[Rollout]) -> Scores:
             )
         return part(name, [number(value) for value in found])
     except Exception as error:  # a user's function may raise anything
-        return none_judged(name, rollouts, error)
+        return none_judged(name, rollouts, _noted(error))
+
+
+def _noted(error: Exception) -> Exception:
+    """The error, with what to do where it says that signals are set in the main thread alone."""
+    if "signal" in str(error):
+        error.add_note("plain reward functions are called in a thread: set function.Function.thread=False for this one")
+    return error
+
+
+async def _here(function: Callable[[], Any]) -> Any:
+    return function()
 
 
 async def _awaited(value: Any | Awaitable[Any]) -> Any:

@@ -5,11 +5,12 @@ are; each session is a conversation whose every turn adds an answer of `tokens` 
 
 With --model the sampler is the embedded one, which holds that Hugging Face folder: the sessions are played --times times through the gateway and
 the same calls as often without it, by the token service in this process; `overhead` is how much longer the medians of the former are.
+`kept_tokens` and `prefill_again_tokens` are tokens of earlier turns, of the last time through the gateway: those whose keys and values the
+sampler still had, and those that it computed again.
 """
 
 import argparse
 import asyncio
-import gc
 import json
 import os
 import statistics
@@ -56,9 +57,6 @@ async def served(
     gateway = await Gateway().start(service, made)
     points = [gateway.endpoint(service.open(seed=i)) for i in range(given.sessions)]
     late, busy = list[float](), list[float]()
-    gc.collect()
-    gc.freeze()  # a collection of all that JAX and transformers hold takes 60 to 150 ms, and is not the gateway's
-    watch = asyncio.create_task(lags(late, busy))
     command = [
         sys.executable,
         "-m",
@@ -70,6 +68,7 @@ async def served(
         str(given.words),
     ]
     playing = await asyncio.create_subprocess_exec(*command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    watch = asyncio.create_task(lags(late, busy))
     cpu, begin = time.process_time(), time.perf_counter()
     sent = json.dumps([[p.base_url, p.key] for p in points]).encode()
     output, _ = await playing.communicate(sent)
@@ -136,9 +135,11 @@ async def embedded(given: argparse.Namespace) -> dict[str, Any]:
     sampler = EmbeddedSampler(slots=given.sessions).start(policy, tokenizer, max_length=length)
     await sampler.publish(hf_weights.load(policy, given.model), 0)
     service = TokenService(sampler, SamplingParams(max_tokens=given.tokens), at_once=given.sessions)
-    with_it, without = [], []
+    with_it, without, counted = [], [], dict[str, float]()
     for _ in range(given.times + 1):  # the first compiles
+        sampler.metrics()  # counts from here on
         measured, branches = await served(given, service, Rendering(tokenizer))
+        counted = dict(sampler.metrics())
         with_it.append(measured["played_s"])
         without.append(await continued(service, branches))
         print(f"{with_it[-1]:.3f} s through the gateway, {without[-1]:.3f} s without it", file=sys.stderr, flush=True)
@@ -149,6 +150,7 @@ async def embedded(given: argparse.Namespace) -> dict[str, Any]:
         "device": jax.devices()[0].device_kind,
         "with_gateway_s": with_it,
         "without_s": [round(x, 3) for x in without],
+        **{name: counted[f"sampler/{name}"] for name in ("kept_tokens", "prefill_again_tokens", "evicted_tokens")},
     }
     return measured | rows | {"overhead": round(medians[0] / medians[1] - 1, 4)}
 

@@ -27,14 +27,14 @@ def call(name: str, arguments: str) -> str:
 
 
 async def play(
-    prompt: Prompt, texts: Sequence[str], count: int = 1, limits: Limits | None = None, **built: Any
-) -> list[Rollout]:
+    prompt: Prompt, texts: Sequence[str], count: int = 1, limits: Limits | None = None, settings: SamplingParams = SETTINGS, **built: Any
+) -> list[Rollout]:  # fmt: skip
     """Plays `count` rollouts of a prompt at a time, of an `environment` or an `agent`; the policy says the texts, one after the other."""
-    service = TokenService(speaks(MADE, texts), SETTINGS)
+    service = TokenService(speaks(MADE, texts), settings)
     config = Episodes(limits=limits or Limits())
     player = Player(service=service, tokenizer=MADE.tokenizer, config=config, max_prompt_tokens=4000, **built)
     try:
-        return await asyncio.gather(*(player.play(prompt, i, SETTINGS, seed=100 + i) for i in range(count)))
+        return await asyncio.gather(*(player.play(prompt, i, settings, seed=100 + i) for i in range(count)))
     finally:
         await player.close()
 

@@ -4,9 +4,10 @@ import asyncio
 import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from builders import make_group
-from environments.players import asked, played
+from environments.players import MADE, SETTINGS, asked, played
 from environments.test_tools import PROMPT, contents
 
 from jaxrl_llm import command_line
@@ -15,6 +16,7 @@ from jaxrl_llm.environments.code_blocks import BLOCK, CodeBlocks
 from jaxrl_llm.environments.python_tool import Python
 from jaxrl_llm.experience import Action, Observation
 from jaxrl_llm.metrics.trajectories import of_groups
+from jaxrl_llm.samplers.requests import stop_length
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="programs are shut in on Linux alone")
 
@@ -77,6 +79,58 @@ def test_a_dialogue_goes_on_from_what_a_block_printed():
     assert "Output:\n132" in found.text and found.text.rstrip().endswith("\\boxed{132}.") and found.finish == "stop"
     told = found.tokens[~found.mask]
     assert len(found.turns) == 2 and len(told) > 0
+
+
+RECIPE = ["gin/agents/gsm8k_python_blocks.gin"]
+TALK = "I compute it.\n```python\nprint(47 + 85)\n```\nThe output is 131, so \\boxed{131}."
+
+
+def recipe(folder):
+    """The stage of the recipe, on one row."""
+    (folder / "train.jsonl").write_text('{"question": "47 + 85?", "answer": "#### 132"}\n')
+    (folder / "test.jsonl").write_text('{"question": "47 + 85?", "answer": "#### 132"}\n')
+    given = [f"PRETRAINED={str(folder)!r}", f"GSM8K_PATH={str(folder)!r}", "SANDBOX='http://127.0.0.1:8001'"]
+    (stage,) = command_line.build(RECIPE, given)[0].stages
+    return stage
+
+
+@LINUX
+@pytest.mark.xdist_group("sandbox")
+def test_the_recipe_stops_at_the_end_of_a_block_and_goes_on_from_what_it_printed(tmp_path):
+    """A policy that says an answer right after its block: with the recipe's stop string it hears the output first."""
+    factory, stops = CodeBlocks(python=Python(cell_s=20.0)), recipe(tmp_path).settings.stop_strings
+    texts = [TALK, "So it is \\boxed{132}."]
+    without = played(asked("47 + 85?"), texts, environment=factory)
+    assert len(without.turns) == 1 and without.info["blocks"] == 0
+    found = played(asked("47 + 85?"), texts, environment=factory, settings=replace(SETTINGS, stop_strings=stops))
+    assert found.valid, found.error
+    first, last = (MADE.tokenizer.decode(found.tokens[turn.start : turn.end]) for turn in found.turns)
+    assert first == TALK[: TALK.index("The output")] and last.startswith("So it is")
+    assert (found.info["blocks"], found.info["failed_blocks"]) == (1, 0) and "Output:\n132" in found.text
+
+
+@pytest.mark.parametrize(
+    ("tokens", "kept"),
+    [
+        (["Hm:", "\n```", "python\n", "1\n", "```", "\n", "So", " 1"], 6),
+        (["```python\n", "1", "\n```\n\n", "So"], 3),  # a token that holds more than the stop string
+        (["```python\n", "print('```')", "\n", "```"], None),  # the model ends its turn itself
+        (["a\n", "```python", "\n", "```x", "\n"], None),
+    ],
+)
+def test_the_stop_string_of_the_recipe_is_the_end_of_a_block_alone(tokens, kept, tmp_path):
+    """By the rule of the samplers, which keep the tokens of a stop string; what is kept holds a whole block."""
+    settings = recipe(tmp_path).settings
+    decode = lambda ids: "".join(tokens[i] for i in ids)  # noqa: E731
+    assert stop_length(np.arange(len(tokens)), 0, settings.stop_strings, 0, decode) == kept
+    assert kept is None or len(BLOCK.findall("".join(tokens[:kept]))) == 1
+
+
+def test_evaluation_stops_as_training_does(tmp_path):
+    stage = recipe(tmp_path)
+    evaluated = stage.evaluations[0].settings
+    assert evaluated.stop_strings == stage.settings.stop_strings == ("\n```\n",)
+    assert stage.settings.greedy().stop_strings == stage.settings.stop_strings
 
 
 def test_blocks_are_counted_a_rollout():

@@ -66,6 +66,15 @@ DATA = @rows.Rows()
 EVAL_DATA = @rows.Rows()
 rows.Rows.source = '{folder}/prompts.jsonl'
 """
+DIALOGUE = {
+    "tools": '[{"name": "time", "description": "Tells the time."}]',
+    "conversations": [
+        {"from": "human", "value": "What time is it?"},
+        {"from": "function_call", "value": '{"name": "time", "arguments": {}}'},
+        {"from": "observation", "value": "noon"},
+        {"from": "gpt", "value": "It is noon."},
+    ],
+}
 CASES = {
     "calculator_tool": Case(
         "gin/environments/calculator_tool.gin", "", ("calculator_tool.CalculatorTool.most_digits=3", "environment.most_digits was 9, is 3"),
@@ -92,6 +101,10 @@ CASES = {
         "gin/agents/gsm8k_python.gin", "GSM8K_PATH = '{folder}/gsm8k'\n", ("python_tool.Python.cell_s=9.0", "cell_s was 3.0, is 9.0"),
         ("python_tool.Python.cells_s=9.0", "cell_s"),
     ),
+    "tool_replay": Case(
+        "gin/agents/tool_replay.gin", "DIALOGUES = '{folder}/dialogues.json'\nHELDOUT = 2\n",
+        ("replayed_tools.ReplayedTools.most_calls=2", "environment.most_calls was 8, is 2"), ("replayed_tools.ReplayedTools.most_call=2", "most_calls"),
+    ),
 }  # fmt: skip
 MARKS = {"openenv": [OPENENV], "bash_files": [LINUX], "gsm8k_python": [LINUX]}
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -102,6 +115,7 @@ def gin_file(case: Case, folder: Path, url: str) -> Path:
     rows = [json.dumps({"prompt": f"Answer {i}.", "reference": "2", "highest": 5, "wanted": i}) for i in range(8)]
     (folder / "prompts.jsonl").write_text("\n".join(rows))
     (folder / "till.py").write_text(TILL)
+    (folder / "dialogues.json").write_text(json.dumps([DIALOGUE] * 8))
     (folder / "gsm8k").mkdir()
     for split in ("train", "test"):
         (folder / "gsm8k" / f"{split}.jsonl").write_text("\n".join([json.dumps(QUESTION)] * 8))

@@ -124,14 +124,14 @@ def test_errors_and_lost_sessions_of_the_interpreter_are_told() -> None:
         {"code": "x"},
         {"kode": ""},
     ]
-    error, long, lost, anew, wrong = (
-        contents(o)[0] for o in played(Tools(tools=[tool]), [calls(("python", t)) for t in turns])
-    )
+    found = played(Tools(tools=[tool]), [calls(("python", t)) for t in turns])
+    error, long, lost, anew, wrong = (contents(o)[0] for o in found)
     assert error.endswith("ZeroDivisionError: division by zero")
     assert long.startswith("z" * 100) and "800 characters left out" in long
     assert lost.startswith("timeout") and "session lost" in lost
     assert "NameError" in anew
     assert "'code' is needed" in wrong
+    assert found[-1].info == {"calls/failed": 3, "calls/ok": 1, "calls/mistake": 1}
 
 
 @LINUX

@@ -3,6 +3,8 @@
 import asyncio
 import logging
 import re
+import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -201,3 +203,73 @@ def test_a_prompt_of_another_data_source_is_given_as_its_text(score: Score) -> N
         rollout = Rollout(prompt=prompt, tokens=none, sampler_logprobs=none, mask=none, versions=none, finish="stop")
         asyncio.run(Function(function=look).score([rollout]))
     assert seen == [("hi", "none"), (messages, "none")]
+
+
+async def score_of(reward: Function, texts: list[str]) -> Scores:
+    none, prompt = np.zeros(0), Prompt(id="p", text="?")
+    rollouts = [
+        Rollout(prompt=prompt, tokens=none, sampler_logprobs=none, mask=none, versions=none, finish="stop", text=text)
+        for text in texts
+    ]
+    return await reward.score(rollouts)
+
+
+def slow(text: str) -> float:
+    time.sleep(0.2)
+    return float(text)
+
+
+def slow_trl(completions: list[str]) -> list[float]:
+    time.sleep(0.2)
+    return [float(text) for text in completions]
+
+
+@pytest.mark.parametrize("function", [slow, slow_trl], ids=lambda function: function.__name__)
+def test_a_plain_function_that_takes_long_leaves_the_event_loop_to_others(function: Any) -> None:
+    """Counted and not timed: while it sleeps, another task has hundreds of turns; in the main thread none."""
+
+    async def turns(reward: Function) -> int:
+        ended, count = asyncio.ensure_future(score_of(reward, ["1"])), 0
+        await asyncio.sleep(0)
+        while not ended.done():
+            count += 1
+            await asyncio.sleep(0.001)
+        assert (await ended).parts[function.__name__].tolist() == [1.0]
+        return count
+
+    assert asyncio.run(turns(Function(function=function))) > 10
+    assert asyncio.run(turns(Function(function=function, thread=False))) < 3
+
+
+def test_plain_functions_are_called_one_at_a_time_in_the_order_of_the_rollouts() -> None:
+    seen: list[str] = []
+
+    def first(text: str) -> float:
+        seen.append(f"begin {text}")
+        time.sleep(0.002)
+        seen.append(f"end {text}")
+        return len(seen)
+
+    def second(completions: list[str]) -> list[float]:
+        seen.append(f"both {completions[0]}")
+        return [0.0] * len(completions)
+
+    async def groups() -> list[Scores]:
+        one, other = Function(function=first), Function(function=second)
+        return await asyncio.gather(
+            score_of(one, ["a", "b"]), score_of(other, ["x", "y"]), score_of(one, ["c"]), score_of(other, ["z"])
+        )
+
+    scores = asyncio.run(groups())
+    assert seen == ["begin a", "end a", "begin b", "end b", "both x", "begin c", "end c", "both z"]
+    assert [found.parts["first"].tolist() for found in scores[::2]] == [[2, 4], [7]]
+
+
+def test_a_function_that_sets_a_signal_is_called_in_the_main_thread_where_it_is_told(score: Score, log: Any) -> None:
+    def limited(text: str) -> float:
+        signal.signal(signal.SIGALRM, signal.getsignal(signal.SIGALRM))
+        return 1.0
+
+    assert not score(Function(function=limited), ["a"]).valid["limited"].any()
+    assert "main thread" in log.text and "set function.Function.thread=False" in log.text
+    assert score(Function(function=limited, thread=False), ["a"]).parts["limited"].tolist() == [1.0]

@@ -298,15 +298,8 @@ class FakeVllm:
                 {"results": [{"version": self.version + self.commit_adds, "error": "", "seconds": 0.1} | held]}
             )
         version, state = self.staged
-        status = {
-            "version": version,
-            "state": state,
-            "error": self.stage_error,
-            "seconds": 0.1,
-            "bytes": 8,
-            "mark": self.mark,
-        }
-        return await answer({"results": [status]})
+        status = {"version": version, "state": state, "error": self.stage_error, "seconds": 0.1, "bytes": 8}
+        return await answer({"results": [status | {"mark": self.mark}]})
 
 
 class Choice:
@@ -375,11 +368,16 @@ class Choice:
         elif len(self.tokens) == self.most:
             self.finish = "length"
 
+    def entry(self, token: int, logprob: float) -> dict[str, Any]:
+        """A token's log-prob: 0.32 and later give its number, and versions before its text."""
+        named = {"token_id": token} if self.server.release >= "0.32" else {"token": f"token_id:{token}", "bytes": None}
+        return {**named, "logprob": logprob, "top_logprobs": []}
+
     def said(self, start: int = 0) -> dict[str, Any]:
         tokens, logprobs = self.tokens[start:], self.logprobs[start:]
         spans = [{"version": x, "start": i, "end": i + 1} for i, x in enumerate(self.labels)]
         if self.native:
-            listed: dict[str, Any] = {"content": [{"logprob": x} for x in logprobs]}
+            listed: dict[str, Any] = {"content": [self.entry(t, x) for t, x in zip(tokens, logprobs, strict=True)]}
         else:
             listed = {"token_logprobs": logprobs}
         said = {"index": self.index, "token_ids": tokens, "logprobs": listed, "finish_reason": self.finish}

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +15,8 @@ from sampler_cases import MAX_LENGTH
 from jaxrl_llm.agents.gateway import Gateway
 from jaxrl_llm.agents.service import TokenService
 from jaxrl_llm.agents.session import Session
-from jaxrl_llm.experience import SamplingParams
+from jaxrl_llm.experience import Completion, SamplingParams
+from jaxrl_llm.samplers.vllm.answers import Ask, Piece
 
 SETTINGS = SamplingParams(max_tokens=3)
 
@@ -155,6 +157,50 @@ def test_servers_of_both_ages_give_the_same_bytes(tiny, tmp_path, lists):
 
     old, new = (asyncio.run(main(release, tmp_path / release)) for release in ("0.30.0", "0.32.0"))
     assert old == new and '"weight_versions": [{"version": "4", "start": 0, "end": 3}]' in old
+
+
+EXCHANGE = json.loads((Path(__file__).parents[1] / "fixtures" / "generate_exchange.json").read_text())
+
+
+@pytest.mark.parametrize("age", ["0.31", "0.32"])
+def test_an_exchange_in_the_form_of_either_age_passes_through_the_route_unchanged(age):
+    """The client reads a server's answers in the shape of its age; the route gives them on, and in both of the shapes."""
+
+    class Server(Scripted):
+        """Answers as recorded, as the vLLM client reads it."""
+
+        async def sample(self, prefixes, n, settings, seeds):
+            (turn,) = (t for t in EXCHANGE["turns"] if t["request"]["token_ids"] == prefixes[0].tolist())
+            piece = Piece()
+            ask = Ask(tokens=prefixes[0].tolist(), sampling={"n": 1, "max_tokens": settings.max_tokens})
+            piece.take(turn["answers"][age], ask, 151_700, 3)
+            self.settings.append(settings)
+            assert piece.finish == "stop"
+            yield 0, [Completion(tokens=np.asarray(piece.tokens, np.int32), logprobs=np.asarray(piece.logprobs, np.float32),
+                                 versions=np.asarray(piece.versions, np.int32), finish="stop")]  # fmt: skip
+
+    async def main():
+        server, given = Server(lambda *_: []), SamplingParams(max_tokens=64, stop_token_ids=(151645,))
+        async with talking(server, settings=given, seed=11) as talk:
+            found = []
+            for turn in EXCHANGE["turns"]:
+                status, _, body = await talk.post("/inference/v1/generate", turn["request"], **EXCHANGE["headers"])
+                assert status == 200, body
+                found += body["choices"]
+            return found, talk.session.branches(), server.settings
+
+    choices, (branch,), settings = asyncio.run(main())
+    for choice, turn in zip(choices, EXCHANGE["turns"], strict=True):
+        for recorded in turn["answers"].values():
+            entries = zip(choice["logprobs"]["content"], recorded["logprobs"]["content"], strict=True)
+            assert all(theirs.items() <= ours.items() for ours, theirs in entries)
+            assert all(choice[name] == value for name, value in recorded.items() if name != "logprobs")
+    # The second prompt goes on from the first one's completion: one branch, in which the two completions are learned from.
+    first, second = (turn["request"]["token_ids"] for turn in EXCHANGE["turns"])
+    drawn = [choice["token_ids"] for choice in choices]
+    assert [*branch.prefix, *branch.tokens] == [*second, *drawn[1]] and branch.prefix.tolist() == first
+    assert branch.tokens[branch.mask].tolist() == [*drawn[0], *drawn[1]]
+    assert [(s.max_tokens, s.stop_token_ids) for s in settings] == [(64, (151645, 151643))] * 2
 
 
 def test_gateways_take_their_prompts_length_from_the_sampler(tiny):
