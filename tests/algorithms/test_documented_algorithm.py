@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import test_contracts
-from algorithm_cases import make_view
-from tests.docs.blocks import blocks
+from algorithm_cases import make_sequences
+from blocks import blocks
 
 from jaxrl_llm import algorithms
 
@@ -41,7 +41,7 @@ def test_it_obeys(law, mine):
 
 
 def test_its_advantages_are_rewards_less_the_mean_of_their_group(mine):
-    sequences = make_view(4)
+    sequences = make_sequences(4)
     reward, group, counted, learned = (
         np.asarray(x) for x in (sequences.reward, sequences.group, sequences.counted, sequences.learned)
     )

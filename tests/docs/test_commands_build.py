@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.docs.blocks import blocks
+from blocks import blocks
 
 from jaxrl_llm import command_line
 from jaxrl_llm.interface import commands, composition
