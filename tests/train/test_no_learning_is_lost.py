@@ -89,13 +89,17 @@ def test_a_reward_that_always_fails_ends_the_run_resumably_with_its_own_message(
 
 def test_two_launches_in_one_folder_are_one_run(whole, tmp_path):
     run_dir = tmp_path / "run"
+    hold = tmp_path / "hold"  # the first run waits for its rewards until the second was refused
+    hold.touch()
+    environment = tiny_run.environment() | {"REWARD_HOLD": str(hold)}
     first = subprocess.Popen(
-        tiny_run.command(run_dir, **EVALUATED), cwd=tiny_run.ROOT, env=tiny_run.environment(), stdout=subprocess.DEVNULL
+        tiny_run.command(run_dir, **EVALUATED), cwd=tiny_run.ROOT, env=environment, stdout=subprocess.DEVNULL
     )
     while not (run_dir / "owner.json").exists() and first.poll() is None:
         time.sleep(0.01)
     second = tiny_run.refused(run_dir, **EVALUATED)
     assert f"process {first.pid} on" in second and "RUN_DIR" in second
+    hold.unlink()
     assert first.wait(timeout=300) == 0
     assert tiny_run.rows(run_dir) == whole
 
