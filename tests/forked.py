@@ -4,6 +4,7 @@ The process (`python tests/forked.py`) begins no backend and forks once for each
 """
 
 import atexit
+import contextlib
 import functools
 import gc
 import importlib
@@ -16,7 +17,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +47,30 @@ def _server(settings: frozenset[tuple[str, str]]) -> "subprocess.Popen[str]":
     return process
 
 
+def _kill(pid: int, moment: Callable[[str], bool], said: Path, sent: signal.Signals) -> None:
+    """Sends a signal to a run once a moment has come; nothing where the run ends before."""
+    with contextlib.suppress(ProcessLookupError):
+        while not moment(said.read_text()):
+            time.sleep(0.002)
+            os.kill(pid, 0)
+        os.kill(pid, sent)
+
+
 def launch(
-    arguments: Sequence[str], environment: Mapping[str, str], timeout: float
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    timeout: float,
+    moment: Callable[[str], bool] | None = None,
+    sent: signal.Signals = signal.SIGKILL,
 ) -> "subprocess.CompletedProcess[str]":
     """Runs `python -m jaxrl_llm.launch` with these arguments in the checkout's root, to its end.
+
+    Args:
+      arguments: what stands behind the command.
+      environment: all of the run's environment.
+      timeout: seconds after which the run is killed.
+      moment: whether `sent` is due, of what the run has printed so far; asked until it is.
+      sent: the signal.
 
     Raises:
       subprocess.TimeoutExpired: it took longer than `timeout` seconds, and was killed.
@@ -58,9 +79,15 @@ def launch(
     assert server.stdin is not None and server.stdout is not None
     with tempfile.TemporaryDirectory() as folder:
         request = {"arguments": list(arguments), "environment": dict(environment), "folder": folder, "timeout": timeout}
+        outputs = [Path(folder) / name for name in ("stdout", "stderr")]
+        for output in outputs:
+            output.touch()
         try:
             server.stdin.write(json.dumps(request) + "\n")
             server.stdin.flush()
+            pid = int(server.stdout.readline())
+            if moment is not None:
+                _kill(pid, moment, outputs[0], sent)
             answer = server.stdout.readline()
         except BaseException:
             # A test's own limit of time: the answer to this request is not that to the next one.
@@ -68,7 +95,7 @@ def launch(
             os.killpg(server.pid, signal.SIGKILL)
             raise
         assert answer, f"the process that starts runs ended: {server.wait()}"
-        said = [(Path(folder) / name).read_text() for name in ("stdout", "stderr")]
+        said = [output.read_text() for output in outputs]
     code = json.loads(answer)
     if code is None:
         raise subprocess.TimeoutExpired(list(arguments), timeout, *said)
@@ -92,14 +119,14 @@ def _become(request: Mapping[str, Any]) -> None:
     """Makes a forked child the process that the request asks for: its environment, its output files, its arguments."""
     os.environ.clear()
     os.environ.update(request["environment"])
-    outputs = [os.open(f"{request['folder']}/{name}", os.O_WRONLY | os.O_CREAT) for name in ("stdout", "stderr")]
+    outputs = [os.open(f"{request['folder']}/{name}", os.O_WRONLY) for name in ("stdout", "stderr")]
     for number, file in enumerate([os.open(os.devnull, os.O_RDONLY), *outputs]):
         os.dup2(file, number)
     sys.argv = ["launch", *request["arguments"]]
 
 
 def serve() -> None:
-    """Forks a child for each request, a line of JSON, and answers with its exit code."""
+    """Forks a child for each request, a line of JSON, and answers with its process id and, once it ended, its exit code."""
     sys.path[0] = str(ROOT)  # as `python -m` has it
     sys.modules["torch"] = None  # type: ignore[assignment]  # as launch has it, and the next line
     os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
@@ -115,6 +142,7 @@ def serve() -> None:
             _become(request)
             runpy.run_module("jaxrl_llm.launch", run_name="__main__", alter_sys=True)
             return
+        print(pid, flush=True)
         print(json.dumps(_ended(pid, request["timeout"])), flush=True)
 
 

@@ -4,8 +4,10 @@ import contextlib
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -43,6 +45,18 @@ def environment(devices: int = 1) -> dict[str, str]:
 def launch(run_dir: Path, gin_file: str = GIN_FILE, devices: int = 1, **more: Any) -> subprocess.CompletedProcess[str]:
     """Runs the command to its end, in a fork of a process that has imported the package."""
     return forked.launch(arguments(run_dir, gin_file, **more), environment(devices), timeout=500)
+
+
+def interrupted(
+    run_dir: Path,
+    moment: Callable[[str], bool],
+    gin_file: str = GIN_FILE,
+    sent: signal.Signals = signal.SIGKILL,
+    **more: Any,
+) -> subprocess.CompletedProcess[str]:
+    """Runs the command as `launch` does, and sends it a signal where `moment` is true of what it has printed."""
+    given = arguments(run_dir, gin_file, **more)
+    return forked.launch(given, environment(), timeout=500, moment=moment, sent=sent)
 
 
 def refused(run_dir: Path, gin_file: str = GIN_FILE, **more: Any) -> str:

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -216,21 +217,51 @@ def programs_of(learner: Any, *arguments: Any) -> Any:
     return own, jax.tree.flatten(arguments)
 
 
+def traced_once(slopes: Callable[..., Any]) -> Callable[..., Any]:
+    """A learner's method whose trace the programs of the learner share: the first micro-batch's and that of those after it."""
+    import jax
+
+    def called(learner: Any, *arguments: Any) -> Any:
+        return learner.__dict__.setdefault("slopes", jax.jit(partial(slopes, learner)))(*arguments)
+
+    return called
+
+
+def kernels_of(run: Any, policy: Any) -> Any:
+    """What the kernels of a run's programs follow from."""
+    from jaxrl_llm.train.build import learner_of
+
+    own = []
+    for stage in run.stages:
+        learner = learner_of(stage, policy, 0)
+        asked = (stage.max_prompt_tokens, stage.prompts_per_step, stage.group_size, stage.settings)
+        own.append((stage.packing, stage.samples, asked, learner.models, learner.streams, learner.max_segments))
+    return policy, run.sampler, run.max_length, own
+
+
 def main(folder: Path, names: Mapping[str, Sequence[str]]) -> None:
     os.chdir(folder)
     write_models(folder / "hub", folder)
     write_data(folder / "data_sets")
     import jax
 
+    from jaxrl_llm.data.subsequences import Subsequences
+    from jaxrl_llm.learner.learner import Learner
+    from jaxrl_llm.models.policy import Policy
     from jaxrl_llm.samplers.embedded import decode
     from jaxrl_llm.tools import fit, memory
+    from jaxrl_llm.train import describe
 
     # Whether a run fits, and what XLA makes of a program, are other tests' subjects: the device has room for all runs, and programs
     # are traced with their full shapes, neither lowered nor compiled, which takes a hundred times as long.
     fit.here = lambda: fit.Device("a device of 64 TiB", 2.0**46)
     jax.stages.Traced.lower = lambda traced, **_: traced
     memory.account = traced_only
-    # Files whose learners or samplers are equal have the same programs, which are traced once.
+    # Files whose learners, samplers or policies are equal have the same programs, which are traced once.
+    describe.chosen = once(describe.chosen, kernels_of)
+    Policy._blueprint = property(cache(Policy._blueprint.func))
+    Subsequences.rows = cache(Subsequences.rows)
+    Learner._slopes = traced_once(Learner._slopes)
     memory.of_learner = once(memory.of_learner, programs_of)
     decode.lowered = once(decode.lowered, lambda *arguments: jax.tree.flatten(arguments))
     gc.disable()  # tracing makes objects by the million, and the collector's passes would take a quarter of the time

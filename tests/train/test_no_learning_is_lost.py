@@ -1,7 +1,6 @@
 """A run that a signal, a service or a disk ends loses the step in progress at most, and the same command goes on bit for bit."""
 
 import json
-import os
 import signal
 import subprocess
 import time
@@ -9,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import tiny_run
 
@@ -44,18 +44,19 @@ def place(run_dir: Path) -> tuple[str, int]:
     return health["doing"], health["step"]
 
 
+def stopped(run_dir: Path, moment: tuple[str, int], **more: Any) -> None:
+    """Sends SIGTERM to a run with slow answers once it is at this place."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("REWARD_S", "0.1")
+        done = tiny_run.interrupted(
+            run_dir, lambda _: place(run_dir) == moment, sent=signal.SIGTERM, **{**EVALUATED, **more}
+        )
+    assert done.returncode == STOPPED, done.stdout + done.stderr
+
+
 def test_a_signal_in_an_evaluation_saves_what_was_learned_and_leaves_the_evaluation_to_the_next_start(whole, tmp_path):
-    run_dir, log = tmp_path / "run", tmp_path / "log"
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            tiny_run.command(run_dir, **EVALUATED, SAVE_EVERY=100), cwd=tiny_run.ROOT, stdout=output, stderr=output,
-            env=tiny_run.environment() | {"REWARD_S": "0.1"},
-        )  # fmt: skip
-        deadline = time.monotonic() + 120
-        while place(run_dir) != ("evaluating", 4) and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.005)
-        os.kill(process.pid, signal.SIGTERM)
-        assert process.wait(timeout=60) == STOPPED, log.read_text()
+    run_dir = tmp_path / "run"
+    stopped(run_dir, ("evaluating", 4), SAVE_EVERY=100)
     assert [p.name for p in (run_dir / "checkpoints").iterdir()] == ["4"], "step 4 was learned and is saved"
     assert [row["step"] for row in tiny_run.rows(run_dir)] == [0, 1, 2, 3], "and is written when it is evaluated"
     done = tiny_run.launch(run_dir, **EVALUATED, SAVE_EVERY=100)
@@ -64,29 +65,19 @@ def test_a_signal_in_an_evaluation_saves_what_was_learned_and_leaves_the_evaluat
 
 
 def test_an_evaluation_that_was_left_at_the_end_of_a_run_is_made_once(whole, tmp_path):
-    run_dir, log = tmp_path / "run", tmp_path / "log"
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            tiny_run.command(run_dir, **EVALUATED), cwd=tiny_run.ROOT, stdout=output, stderr=output,
-            env=tiny_run.environment() | {"REWARD_S": "0.1"},
-        )  # fmt: skip
-        deadline = time.monotonic() + 120
-        while place(run_dir) != ("evaluating", 5) and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.005)
-        os.kill(process.pid, signal.SIGTERM)
-        assert process.wait(timeout=60) == STOPPED, log.read_text()
+    run_dir = tmp_path / "run"
+    stopped(run_dir, ("evaluating", 5))
     second, third = (tiny_run.launch(run_dir, **EVALUATED) for _ in range(2))
     assert second.returncode == 0 and "resuming from step 5" in second.stdout, second.stderr
     assert third.returncode == 0 and "holds a finished run" in third.stderr and "resuming" not in third.stdout
     assert tiny_run.rows(run_dir) == whole
 
 
-def test_a_reward_that_always_fails_ends_the_run_resumably_with_its_own_message(tmp_path):
+def test_a_reward_that_always_fails_ends_the_run_resumably_with_its_own_message(tmp_path, monkeypatch):
     run_dir = tmp_path / "run"
-    done = subprocess.run(
-        tiny_run.command(run_dir, **tiny_run.RL_ALONE), cwd=tiny_run.ROOT, capture_output=True, text=True, timeout=300,
-        env=tiny_run.environment() | {"REWARD_S": "no number"},
-    )  # fmt: skip
+    monkeypatch.setenv("REWARD_S", "no number")
+    done = tiny_run.launch(run_dir, **tiny_run.RL_ALONE)
+    monkeypatch.delenv("REWARD_S")
     assert done.returncode == STOPPED, done.stderr
     assert "no reward could be had in 3 steps in a row of stage 'rl'" in done.stdout
     assert "could not convert string to float: 'no number'" in done.stderr
@@ -98,13 +89,17 @@ def test_a_reward_that_always_fails_ends_the_run_resumably_with_its_own_message(
 
 def test_two_launches_in_one_folder_are_one_run(whole, tmp_path):
     run_dir = tmp_path / "run"
+    hold = tmp_path / "hold"  # the first run waits for its rewards until the second was refused
+    hold.touch()
+    environment = tiny_run.environment() | {"REWARD_HOLD": str(hold)}
     first = subprocess.Popen(
-        tiny_run.command(run_dir, **EVALUATED), cwd=tiny_run.ROOT, env=tiny_run.environment(), stdout=subprocess.DEVNULL
+        tiny_run.command(run_dir, **EVALUATED), cwd=tiny_run.ROOT, env=environment, stdout=subprocess.DEVNULL
     )
     while not (run_dir / "owner.json").exists() and first.poll() is None:
         time.sleep(0.01)
     second = tiny_run.refused(run_dir, **EVALUATED)
     assert f"process {first.pid} on" in second and "RUN_DIR" in second
+    hold.unlink()
     assert first.wait(timeout=300) == 0
     assert tiny_run.rows(run_dir) == whole
 
@@ -126,10 +121,8 @@ def test_a_resume_with_other_settings_is_refused_and_leaves_the_folder_alone(tmp
     assert "the data of stage 'rl' is another one" in refused
     assert (run_dir / "config.gin").read_text() == before and not (run_dir / "changes.jsonl").exists()
     assert (run_dir / "metrics.jsonl").read_text() == written, "rows after the checkpoint too"
-    command = [*tiny_run.command(run_dir, **tiny_run.RL_ALONE, **other), "--resume_as_new"]
-    done = subprocess.run(
-        command, cwd=tiny_run.ROOT, env=tiny_run.environment(), capture_output=True, text=True, timeout=300
-    )
+    given = [*tiny_run.arguments(run_dir, **tiny_run.RL_ALONE, **other), "--resume_as_new"]
+    done = forked.launch(given, tiny_run.environment(), timeout=300)
     assert done.returncode == 0, done.stderr
     assert "changed after step 1: stages[rl].algorithm.kl_coef was 0.01, is 0.9" in done.stdout
     assert "kl_coef = 0.9" in (run_dir / "config.gin").read_text() and (run_dir / "config.0.gin").read_text() == before

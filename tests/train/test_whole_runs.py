@@ -2,14 +2,14 @@
 
 import io
 import json
-import os
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
+import forked
 import pytest
 import tiny_run
 
@@ -53,19 +53,10 @@ MOMENTS: dict[str, Callable[[Path, str], bool]] = {
 
 def test_the_run_of_a_run_folder_goes_on_bit_for_bit_whenever_it_is_killed(whole: Path, tmp_path: Path) -> None:
     """The configuration that a run leaves behind repeats it, killed at each moment in turn."""
-    run_dir, log = tmp_path / "run", tmp_path / "log"
-    deadline = time.monotonic() + 400
+    run_dir = tmp_path / "run"
     for moment, come in MOMENTS.items():
-        with log.open("w") as output:
-            command = tiny_run.command(run_dir, gin_file=str(whole))
-            process = subprocess.Popen(
-                command, cwd=tiny_run.ROOT, env=tiny_run.environment(), stdout=output, stderr=output
-            )
-            while not come(run_dir, log.read_text()) and process.poll() is None and time.monotonic() < deadline:
-                time.sleep(0.002)
-            assert process.poll() is None, f"the run ended before it was killed {moment}: {log.read_text()}"
-            os.kill(process.pid, signal.SIGKILL)
-            process.wait()
+        done = tiny_run.interrupted(run_dir, partial(come, run_dir), gin_file=str(whole))
+        assert done.returncode == -signal.SIGKILL, f"the run ended before it was killed {moment}: {done.stderr}"
     done = tiny_run.launch(run_dir, gin_file=str(whole))
     assert done.returncode == 0 and "resuming from step" in done.stdout, done.stderr
     assert tiny_run.rows(run_dir) == tiny_run.rows(whole)
@@ -225,10 +216,8 @@ def test_a_checkpoint_of_another_model_is_refused(whole: Path, tmp_path: Path) -
     before = (run_dir / "metrics.jsonl").read_bytes()
     said = tiny_run.refused(run_dir, STEPS=9, **{"qwen3.Qwen3.width": 64})
     assert "policy.architecture.width was 32, is 64" in said and "RUN_DIR" in said
-    command = [*tiny_run.command(run_dir, STEPS=9, **{"qwen3.Qwen3.width": 64}), "--resume_as_new"]
-    done = subprocess.run(
-        command, cwd=tiny_run.ROOT, env=tiny_run.environment(), capture_output=True, text=True, timeout=500
-    )
+    given = [*tiny_run.arguments(run_dir, STEPS=9, **{"qwen3.Qwen3.width": 64}), "--resume_as_new"]
+    done = forked.launch(given, tiny_run.environment(), timeout=500)
     assert done.returncode == 1
     assert "another model" in done.stderr and "RUN_DIR" in done.stderr
     assert (run_dir / "metrics.jsonl").read_bytes() == before
