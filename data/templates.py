@@ -127,6 +127,12 @@ TEMPLATES: Mapping[str, Template] = {
 }
 
 
+def continued(context: str, question: str) -> str:
+    """Returns a text and a question that goes on from it; the text ends with a full stop where it has no mark of its own."""
+    before = context.strip()
+    return f"{before}{'' if before.endswith(('.', '?', '!')) else '.'} {question.strip()}"
+
+
 def named(template: str | Template, owner: str) -> Template:
     """Returns the template of a name; a function is returned unchanged.
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxrl_llm.data.files import FileRows
-from jaxrl_llm.data.templates import Template
+from jaxrl_llm.data.templates import Template, continued
 from jaxrl_llm.experience import Prompt
 from jaxrl_llm.rewards.answers import boxed
 
@@ -17,6 +17,7 @@ class Questions(FileRows):
     Attributes:
       name: name of the source, and prefix of the prompts' ids "name/row".
       question: columns that may hold the question; the first one that a row has is used.
+      context: column with a text that the question goes on from, such as SVAMP's Body; empty for none.
       answer: columns that may hold the gold answer; a list of answers is joined by ", ", so that all of them are required.
       gold_in_box: whether the answer column is a worked solution with the gold answer in its last \\boxed{}.
       category: columns that may hold the category, by which metrics are split.
@@ -26,6 +27,7 @@ class Questions(FileRows):
     name: str = "questions"
     split: str = "test"
     question: Sequence[str] = ("question", "problem", "Question", "Problem")
+    context: str = ""
     answer: Sequence[str] = ("answer", "final_answer", "Answer")
     gold_in_box: bool = False
     category: Sequence[str] = ("subject", "level", "type")
@@ -52,10 +54,16 @@ class Questions(FileRows):
                 reference=self._gold(where, row),
                 source=self.name,
                 extra={"category": str(_first(row, self.category) or "")},
-                **self.asked(str(required(where, row, self.question, "Questions.question"))),
+                **self.asked(self._question(where, row)),
             )
             for number, (where, row) in enumerate(chosen)
         ]
+
+    def _question(self, where: str, row: Mapping[str, Any]) -> str:
+        question = str(required(where, row, self.question, "Questions.question"))
+        if not self.context:
+            return question
+        return continued(str(required(where, row, (self.context,), "Questions.context")), question)
 
     def _gold(self, where: str, row: Mapping[str, Any]) -> str:
         gold = text_of(required(where, row, self.answer, "Questions.answer"))

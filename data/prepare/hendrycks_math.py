@@ -1,6 +1,8 @@
 """MATH (arXiv 2103.03874) by subject: 7,500 training problems, and the first rows of each subject's test problems.
 
-`python -m jaxrl_llm.data.prepare.hendrycks_math --out DIR`
+`python -m jaxrl_llm.data.prepare.hendrycks_math --out DIR [--solutions]`. A local file may have verl's columns as well, with question
+and solution in reward_model.ground_truth; the instruction that stands behind such a question is cut off. --solutions writes each
+problem's solution as a demonstration for r1_zero, in the column response.
 """
 
 import re
@@ -27,6 +29,10 @@ SUBJECTS = (
 _BARE_BOX = re.compile(r"\\boxed\s+([^\s${}]+)")
 
 
+# What verl's copies ask for behind each problem.
+_ASKED = re.compile(r"\s+Let's think step by step and output the final answer within \\boxed\{\}\.\s*$")
+
+
 def gold(solution: str) -> str:
     """Returns the content of the solution's last box; empty where it boxes nothing."""
     bare = _BARE_BOX.findall(solution)
@@ -37,8 +43,28 @@ def read(preparation: Preparation, options: Options, split: str) -> Iterator[fil
     """Yields all subjects in turn; a local file, or a folder without subject folders, holds them together."""
     local = Path(options.source).expanduser()
     apart = not local.exists() or (local / SUBJECTS[0]).is_dir()
-    for subject in SUBJECTS if apart else (None,):
+    if not apart:
+        yield from ((where, plain(where, row)) for where, row in files.each(options.source, (), split=split))
+        return
+    for subject in SUBJECTS:
         yield from files.each(options.source, preparation.columns, split=split, subset=subject)
+
+
+def plain(where: str, row: Raw) -> Raw:
+    """Returns a row with the columns problem and solution, which verl's copies have in reward_model.ground_truth.
+
+    Raises:
+      ValueError: the row has them in neither place.
+    """
+    if row.get("problem") and row.get("solution"):
+        return row
+    truth = (row.get("reward_model") or {}).get("ground_truth")
+    if not isinstance(truth, Mapping) or not (truth.get("question") and truth.get("solution")):
+        raise ValueError(
+            f"{where}: no problem with its solution, in columns of these names or as question and solution in "
+            f"reward_model.ground_truth; the row has {sorted(row)}: name another --source"
+        )
+    return {**row, "problem": _ASKED.sub("", str(truth["question"])), "solution": truth["solution"]}
 
 
 def convert(row: Raw, options: Options) -> Item:
@@ -47,6 +73,8 @@ def convert(row: Raw, options: Options) -> Item:
     if not answer:
         raise Drop("no_boxed_answer")
     kept = {name: row[name] for name in ("level", "type") if row.get(name) is not None}
+    if options.solutions:
+        kept["response"] = f"{str(row['solution']).strip()}\n</think> <answer>{answer}</answer>"
     return Item(question=str(row["problem"]), truth=answer, info={"answer": row["solution"]}, columns=kept)
 
 
@@ -74,7 +102,10 @@ PREPARATION = Preparation(
     convert=convert,
     read=read,
     carve=carve,
-    arguments={"--test_of_each": {"type": int, "default": 100, "help": "test problems of each subject"}},
+    arguments={
+        "--test_of_each": {"type": int, "default": 100, "help": "test problems of each subject"},
+        "--solutions": {"action": "store_true", "help": "write the solutions as demonstrations for r1_zero"},
+    },
 )
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from jaxrl_llm.data.prepare import (
     hendrycks_math,
     math500,
     openmathreasoning,
+    svamp,
 )
 from jaxrl_llm.rewards.countdown import Countdown
 
@@ -49,6 +50,32 @@ def test_math_answers_are_those_that_another_preparation_found(real_data: Path, 
     assert same >= 0.97 * 7500
     numbers = [(truth, target) for truth, target in zip(truths(rows), targets) if re.fullmatch(r"-?\d+", truth)]
     assert len(numbers) > 4000 and all(truth == target for truth, target in numbers)
+
+
+def test_math_is_read_from_a_file_with_verls_columns_as_from_its_own(real_data: Path, tmp_path: Path) -> None:
+    file = real_data / "math" / "train.parquet"
+    given = ("--splits", "train=train", "--limit", "100", "--instruction", "", "--solutions")
+    run(hendrycks_math.PREPARATION, tmp_path / "out", file, *given)
+    rows, truth = (
+        written(tmp_path / "out"),
+        [row["reward_model"]["ground_truth"] for _, row in files.read(str(file), ())],
+    )
+    assert len(rows) == 100 and rows[0]["response"].endswith("So $a+b=-3+3=\\boxed{0}$.\n</think> <answer>0</answer>")
+    for row, raw, text in zip(rows, truth, asked(rows)):
+        assert raw["question"] == text + " Let's think step by step and output the final answer within \\boxed{}."
+        assert row["response"].startswith(raw["solution"].strip() + "\n</think> <answer>")
+    bad = source(tmp_path, [{"question": "a?", "answer": "1"}])
+    with pytest.raises(ValueError, match=r"no problem with its solution.*\['answer', 'question'\]"):
+        run(hendrycks_math.PREPARATION, tmp_path / "bad", bad, "--splits", "train=train")
+
+
+def test_svamp_asks_its_text_with_the_question(real_data: Path, tmp_path: Path) -> None:
+    assert run(svamp.PREPARATION, tmp_path, real_data / "svamp" / "test.jsonl")["written/test"] == 1000
+    rows, raw = written(tmp_path, "test"), [row for _, row in files.read(str(real_data / "svamp" / "test.jsonl"), ())]
+    assert truths(rows) == [str(int(row["Answer"])) for row in raw]
+    for text, row in zip(asked(rows), raw, strict=True):
+        assert text.startswith(row["Body"].strip())
+        assert text.endswith(f" {row['Question'].strip()} Put your final answer within \\boxed{{}}.")
 
 
 def as_they_do(answer: str) -> str:

@@ -1,11 +1,13 @@
 """Extraction of final answers, avg@k, pass@k, maj@k of records, and the classes format x answer."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 from records_of import answered
 
+from jaxrl_llm import command_line
 from jaxrl_llm.eval import answered as frame
 from jaxrl_llm.eval.maths import AtK, FormatClasses, final_answer
 from jaxrl_llm.eval.questions import Questions
@@ -130,6 +132,26 @@ def test_real_sets_are_read_whole(real_data, file, count):
     assert len(prompts) == count and all(p.reference for p in prompts)
     if file in ("aime24", "aime25", "amc23"):
         assert all(p.reference.lstrip("-").isdigit() for p in prompts)
+
+
+def test_svamp_asks_its_text_with_the_question(real_data):
+    raw = [json.loads(line) for line in (real_data / "svamp" / "test.jsonl").read_text().splitlines()]
+    file = Path(__file__).parents[2] / "gin" / "eval" / "svamp.gin"
+    given = ["MODEL_PATH = 'model'", f"DATA_PATH = '{real_data / 'svamp' / 'test.jsonl'}'"]
+    prompts = command_line.build([str(file)], given)[0].evaluation.data.rows()
+    assert len(prompts) == 1000 and prompts[0].reference == "145"
+    assert (
+        prompts[0]
+        .messages[-1]["content"]
+        .startswith(
+            "There are 87 oranges and 290 bananas in Philip's collection. If the bananas are organized into 2 groups and oranges are "
+            "organized into 93 groups. How big is each group of bananas?\n"
+        )
+    )
+    for prompt, row in zip(prompts, raw, strict=True):
+        asked = prompt.messages[-1]["content"]
+        assert asked.startswith(row["Body"].strip()) and row["Question"].strip() in asked
+        assert float(prompt.reference) == row["Answer"]
 
 
 def test_extraction_agrees_with_the_stored_predictions_of_real_samples(real_data):

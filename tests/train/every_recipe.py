@@ -1,7 +1,7 @@
 """Dry-runs gin files as `launch` does, in one process that has no network: python tests/train/every_recipe.py FOLDER NAMES
 
 Models are folders of Hugging Face's cache with config.json and a tokenizer alone, in the sizes that were published; data sets have the
-splits and columns that their preparation commands write. FOLDER takes all of it, and results.json: {name: [exit code, seconds, output]}. The second argument is {name: bindings} as JSON.
+splits and columns that their preparation commands write. FOLDER takes all of it, and results.json: {name: [exit code, CPU seconds, output]}. The second argument is {name: bindings} as JSON.
 """
 
 import contextlib
@@ -101,11 +101,13 @@ PARTS: dict[str, tuple[str, ...]] = {
     "helpful_instructions": ("train", "test", "dev", "warmup_train", "warmup_dev"),
     "hh_rlhf": ("val", "train"),
     "math500": ("test",),
-    "math_bare": ("train", "test"),
+    "math500_bare": ("test",),
+    "math_bare": ("train",),
     "mmlu_hinted": ("train", "dev", "test"),
     "mmlu_sycophancy": ("train", "dev", "test"),
     "openmathreasoning": ("train", "val"),
     "safety_tuned_llamas": ("train",),
+    "svamp": ("test",),
     "ultrachat": ("train", "test"),
     "wildchat": ("train", "test"),
     "wmdp_merge": ("train", "test"),
@@ -117,6 +119,7 @@ def row(name: str) -> dict[str, Any]:
     answer = "EM" if name == "beavertails" else "4"
     truth = {"response": answer} if name in ("beavertails", "wmdp_merge") else answer
     own: dict[str, Any] = {
+        "math_bare": {"response": "2 + 2 = \\boxed{4}\n</think> <answer>4</answer>"},
         "openmathreasoning": {"response": "2 + 2\n</think> <answer>4</answer>"},
         "safety_tuned_llamas": {"response": "4"},
         "ultrachat": {"response": "4"},
@@ -167,10 +170,10 @@ def write_data(folder: Path) -> None:
 
 
 def dry_run(name: str, bindings: Sequence[str]) -> tuple[int, float, str]:
-    """The exit code, seconds and output of one file."""
+    """The exit code, seconds of the CPU and output of one file."""
     from jaxrl_llm import launch
 
-    said, start = io.StringIO(), time.perf_counter()
+    said, start = io.StringIO(), time.process_time()
     flags = [f"--gin_file={ROOT / 'gin' / f'{name}.gin'}", *(f"--gin={b}" for b in bindings), "--dry_run"]
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         try:
@@ -178,7 +181,7 @@ def dry_run(name: str, bindings: Sequence[str]) -> tuple[int, float, str]:
         except Exception as error:  # a test says which file failed, and goes on with the others
             code = 2
             print(f"{type(error).__name__}: {error}")
-    return code, time.perf_counter() - start, said.getvalue()
+    return code, time.process_time() - start, said.getvalue()
 
 
 def traced_only(program: Any, resident: int = 0) -> Any:

@@ -17,15 +17,6 @@ from every_recipe import MODELS, ROOT
 from jaxrl_llm import command_line
 
 SHARED = ("base", "tokenbuncher_words")  # included by others, and no run
-# Of gin/real, those that include the others or compile programs of their own; each is built below.
-REAL = (
-    "bupo",
-    "classmate_smollm2",
-    "cs336_sft",
-    "darling_countdown",
-    "tokenbuncher_attack_ppo",
-    "tokenbuncher_defence",
-)
 MODEL_PATH = "MODEL_PATH='Qwen/Qwen3-4B'"
 # What a user must say beside the file.
 ASKED: Mapping[str, Sequence[str]] = {
@@ -37,6 +28,7 @@ ASKED: Mapping[str, Sequence[str]] = {
     "speedrun_gsm8k": ("GSM8K_PATH='data_sets/grade_school'",),
 }
 NAMES = sorted(file.stem for file in (ROOT / "gin").glob("*.gin") if file.stem not in SHARED)
+REAL = sorted({file.stem for file in (ROOT / "gin" / "real").glob("*.gin")} - {*SHARED})
 NAMES += [f"real/{name}" for name in REAL]
 LIMIT_S = 1200
 
@@ -45,7 +37,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("every_recipe")]  # the 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, tuple[int, float, str]]:
-    """{name: (exit code, seconds, output)} of one process that dry-runs all files."""
+    """{name: (exit code, CPU seconds, output)} of one process that dry-runs all files."""
     folder = tmp_path_factory.mktemp("recipes")
     asked = json.dumps({name: list(ASKED.get(name, ())) for name in NAMES})
     environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "NPROC")}
@@ -64,13 +56,20 @@ def test_a_gin_file_passes_a_dry_run(name: str, results: Mapping[str, tuple[int,
     assert "entropies    of" in said if name.startswith("bupo_entropy_flow") else "\npeak of " in said
 
 
-@pytest.mark.parametrize("name", sorted({file.stem for file in (ROOT / "gin" / "real").glob("*.gin")} - {*SHARED}))
+@pytest.mark.parametrize("name", REAL)
 def test_a_run_on_a_real_model_takes_ten_minutes_and_says_what_it_shows(name: str) -> None:
     file = ROOT / "gin" / "real" / f"{name}.gin"
     run, _ = command_line.build([str(file)], ASKED.get(f"real/{name}", ()))
-    assert run.stop_after_s == 600 and run.run_dir == f"runs/real/{name}"
+    assert run.stop_after_s == 330 and run.run_dir == f"runs/real/{name}"
     (stage,) = run.stages
     assert stage.evaluations and run.checkpoints.best is None
+    assert (run.sampler.shrink, stage.packing.tail, run.policy.unroll) == (2, 1, 24)
+    assert stage.old_logprobs == (
+        "learner" if name.startswith("bupo") else "auto"
+    )  # a view inside the model allows no other
+    samples = stage.prompts_per_step * stage.group_size * stage.samples
+    assert stage.steps * samples <= 50 * 1024 and run.sampler.slots >= min(samples, 1024)  # about 5 s for 1,024 samples
+    assert stage.show_rollouts > 200 * 64 and stage.show_tokens == 0
     header = file.read_text().partition("from __gin__")[0]
     assert "not measured" in header and "Shows: " in header
 
@@ -96,3 +95,16 @@ def test_a_published_model_has_its_published_size(
 ) -> None:
     found = re.search(r"^model +\w+, ([\d.]+) M parameters", results[name][2], re.MULTILINE)
     assert found is not None and float(found[1]) == pytest.approx(MODELS[model][1], abs=0.1)
+
+
+def test_the_dry_runs_say_what_they_cost(
+    results: Mapping[str, tuple[int, float, str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert len(results) == len(NAMES)
+    costs = sorted(((seconds, name) for name, (_, seconds, _) in results.items()), reverse=True)
+    longest = ", ".join(f"{name} {seconds:.0f}" for seconds, name in costs[:3])
+    real = sum(seconds for seconds, name in costs if name.startswith("real/"))
+    with capsys.disabled():
+        print(
+            f"\n{len(costs)} dry runs: {sum(s for s, _ in costs):.0f} CPU seconds, {real:.0f} of gin/real; longest: {longest}"
+        )
