@@ -8,6 +8,7 @@ problem's solution as a demonstration for r1_zero, in the column response.
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from jaxrl_llm.data import files
@@ -73,9 +74,16 @@ def convert(row: Raw, options: Options) -> Item:
     if not answer:
         raise Drop("no_boxed_answer")
     kept = {name: row[name] for name in ("level", "type") if row.get(name) is not None}
-    if options.solutions:
-        kept["response"] = f"{str(row['solution']).strip()}\n</think> <answer>{answer}</answer>"
     return Item(question=str(row["problem"]), truth=answer, info={"answer": row["solution"]}, columns=kept)
+
+
+def demonstrated(row: Raw, options: Options) -> Item:
+    """Takes a problem, with --solutions together with its solution as a thought that the answer follows."""
+    item = convert(row, options)
+    if not options.solutions:
+        return item
+    response = f"{str(row['solution']).strip()}\n</think> <answer>{item.truth}</answer>"
+    return replace(item, columns={**item.columns, "response": response})
 
 
 def carve(pools: Pools, options: Options) -> Mapping[str, Sequence[Item]]:
@@ -99,7 +107,7 @@ PREPARATION = Preparation(
     splits={"train": "train", "test": "test"},
     columns=("problem", "solution"),
     instruction="Put your final answer within \\boxed{}.",
-    convert=convert,
+    convert=demonstrated,
     read=read,
     carve=carve,
     arguments={

@@ -74,6 +74,42 @@ def test_a_run_on_a_real_model_takes_ten_minutes_and_says_what_it_shows(name: st
     assert "not measured" in header and "Shows: " in header
 
 
+HINTED = {"heldout": ("mmlu_hinted", None, 4, ())}
+MATH_500 = {"heldout": ("math500_bare", None, 1, ())}
+GROUPS = (1, 4, 16, 64)
+GSM8K = {
+    "heldout": ("gsm8k", None, 0, ()),
+    "math500": ("math500", None, 16, (1, 4, 16)),
+    "svamp": ("svamp", None, 0, ()),
+}
+# {run: {evaluation: (data set, prompts, samples, values of k)}}, what the tables of the runs have in their columns.
+EVALUATED: Mapping[str, Mapping[str, tuple[str, int | None, int, Sequence[int]]]] = {
+    "darling": {"heldout": ("math500", 200, 64, GROUPS)},
+    "darling_baseline": {"heldout": ("math500", 200, 64, GROUPS)},
+    "darling_countdown": {"heldout": ("countdown", None, 64, GROUPS)},
+    "darling_countdown_baseline": {"heldout": ("countdown", None, 64, GROUPS)},
+    "bupo": GSM8K,
+    "bupo_grpo": GSM8K,
+    "cs336_grpo": MATH_500,
+    "cs336_sft": MATH_500,
+    "cs336_expert_iteration": MATH_500,
+    "tokenbuncher_defence": {"benign": ("gsm8k", 500, 0, ()), "math500": ("math500", None, 0, ())},
+    "classmate_baseline": HINTED,
+    "classmate_selfplay": HINTED,
+    "classmate_smollm2": HINTED,
+}
+
+
+@pytest.mark.parametrize("name", [name for name in REAL if not name.startswith("tokenbuncher_attack")])
+def test_a_run_on_a_real_model_evaluates_what_its_table_shows(name: str) -> None:
+    run, _ = command_line.build([str(ROOT / "gin" / "real" / f"{name}.gin")], ASKED.get(f"real/{name}", ()))
+    found = {
+        e.name: (Path(e.data.path).name, e.limit, e.samples, next((m.ks for m in e.measures if hasattr(m, "ks")), ()))
+        for e in run.stages[0].evaluations
+    }
+    assert found == EVALUATED[name]
+
+
 @pytest.mark.parametrize(
     ("name", "model"),
     [
