@@ -62,6 +62,9 @@ ON_SPARSE_CORES = {
 # Sums of shares over the axes data and context, which are whole on all devices, were compiled so for v6e alone.
 WHOLE_SUMS = {"xla_tpu_enable_sparse_core_collective_offload_all_reduce": "true"}
 TPU_KINDS: Mapping[str, Mapping[str, str]] = {"v5p": ON_SPARSE_CORES, "v6e": {**ON_SPARSE_CORES, **WHOLE_SUMS}}
+# What chips on the PCI bus say of themselves, as `jax._src.hardware_utils` reads it.
+GOOGLE = "0x1ae0"
+PCI_KINDS = {"0x005e": "v4", "0x0062": "v5p", "0x0063": "v5e", "0x006f": "v6e"}
 
 
 def gpus() -> int:
@@ -78,6 +81,21 @@ def gpus() -> int:
 def tpus(devices: Path = Path("/dev")) -> int:
     """The number of TPU chips of this host, which have a driver of their own until v4 and the kernel's vfio from v5e on."""
     return len([*devices.glob("accel[0-9]*"), *devices.glob("vfio/[0-9]*")])
+
+
+def tpu_kind(environment: Mapping[str, str], bus: Path = Path("/sys/bus/pci/devices")) -> str:
+    """The kind of this host's TPUs, such as "v6e", by the environment or else by the chips themselves; "" where neither says it.
+
+    A host of Google Cloud has an accelerator type such as v6e-64 in its metadata, and not always in its environment.
+    """
+    if named := environment.get("TPU_ACCELERATOR_TYPE", "").partition("-")[0]:
+        return named
+    for vendor in bus.glob("*/vendor"):
+        if vendor.read_text().strip() == GOOGLE:
+            kind = PCI_KINDS.get((vendor.parent / "device").read_text().strip())
+            if kind is not None:
+                return kind
+    return ""
 
 
 def on_cpu() -> bool:
@@ -119,7 +137,7 @@ def apply(environment: MutableMapping[str, str] | None = None) -> dict[str, str]
     allowed = environment.get("JAX_PLATFORMS", "")
     here = lambda name: not allowed or name in allowed  # noqa: E731
     tpu = here("tpu") and bool(importlib.util.find_spec("libtpu")) and tpus() > 0
-    kind = environment.get("TPU_ACCELERATOR_TYPE", "").partition("-")[0]  # a host of a pod has one such as v6e-64
-    found = settings(gpus() if here("cuda") or here("gpu") else 0, kind if tpu else None, environment)
+    kind = tpu_kind(environment) if tpu else None
+    found = settings(gpus() if here("cuda") or here("gpu") else 0, kind, environment)
     environment.update(found)
     return found
