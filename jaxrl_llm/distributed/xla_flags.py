@@ -48,6 +48,8 @@ TPU = {
     "xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000",
     # On a torus of three axes weights would be gathered by sums with zeros, which send twice as much and are waited for.
     "xla_tpu_prefer_async_allgather_to_allreduce": "true",
+    # Columns of the head for rows, and shares of the embedding's width for tokens, are exchanged beside computation.
+    "xla_tpu_enable_async_all_to_all": "true",
 }
 
 # Sums whose shares stay on the devices, and gatherings along lines of the torus (`scatter`) and over two or three of its axes, run on
