@@ -26,9 +26,14 @@ RUNS_ON = ("tpu", "TPUs")
 LANES = 128
 UNIT = 256  # tokens of the smallest block, and columns of each
 MIB = 2**20
-# By the beginning of a device's kind: bytes of VMEM for the kernel, and the most tokens of a block. Weights are read once a block of
-# tokens, so a block has as many FLOPs a byte as tokens; v6e multiplies 560 in the time of a byte, v5p 166.
-CHIPS = {"TPU v6": (64 * MIB, 2048), "TPU v5p": (32 * MIB, 1024), "TPU v5": (32 * MIB, 1024), "TPU v5 lite": (0, 0)}
+# By the beginning of a device's kind: bytes of VMEM for the kernel, and the fewest and the most tokens of a block. Weights are read once a
+# block of tokens, so a block has as many FLOPs a byte as tokens; v6e multiplies 560 in the time of a byte, v5p 166. Fewer than 512 are no two chunks.
+CHIPS = {
+    "TPU v6": (48 * MIB, 512, 2048),
+    "TPU v5p": (24 * MIB, 512, 1024),
+    "TPU v5": (24 * MIB, 512, 1024),
+    "TPU v5 lite": (0, 0, 0),  # not tried
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,15 +50,15 @@ class Tiles:
     rows: int
     columns: int = UNIT
     chunk: int
-    vmem: int = 64 * MIB
+    vmem: int = 48 * MIB
 
     @classmethod
     def of(cls, kind: str, tokens: int, width: int) -> "Tiles | None":
-        """The largest blocks of the chip `kind` that divide the tokens, or None where none fits."""
+        """The largest blocks of the chip `kind` that divide the tokens, or None where none fits that memory does not bound."""
         name = max((name for name in CHIPS if kind.startswith(name)), key=len, default=None)
-        memory, most = CHIPS[name] if name else (0, 0)
-        for rows in range(most, 0, -UNIT):
-            tiles = cls(rows=rows, chunk=2 * UNIT if rows % (2 * UNIT) == 0 else UNIT, vmem=memory)
+        memory, least, most = CHIPS[name] if name else (0, 0, 0)
+        for rows in range(most, max(least, UNIT) - 1, -UNIT):
+            tiles = cls(rows=rows, chunk=UNIT if rows % (2 * UNIT) or rows == 2 * UNIT else 2 * UNIT, vmem=memory)
             if tokens % rows == 0 and tiles.taken(width) <= memory:
                 return tiles
         return None
@@ -74,7 +79,7 @@ def refusal(call: Call) -> str | None:
     if call.tokens % UNIT:
         return f"a device's tokens must be a multiple of {UNIT} (got {call.tokens})"
     if Tiles.of(kind, call.tokens, call.width) is None:
-        return f"no block of width {call.width} fits the VMEM of {kind}, or none was tried there"
+        return f"no block of {call.tokens} tokens of width {call.width} fits the VMEM of {kind} and pays for its weights, or none was tried there"
     return None
 
 

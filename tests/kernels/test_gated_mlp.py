@@ -96,16 +96,20 @@ def test_calls_that_do_not_fit_are_left_to_xla():
     )
     assert backend(4096, 1536, 8960, dtype=jnp.float32) == "xla"
     assert backend(4096, 1500, 8960) == backend(4096, 1536, 8900) == backend(4100, 1536, 8960) == "xla"
-    assert backend(4096, 1536, 8960, kind="TPU v5 lite") == backend(4096, 2**16, 8960) == "xla"
+    assert (
+        backend(4096, 1536, 8960, kind="TPU v5 lite") == backend(4096, 8192, 28672) == backend(256, 896, 2816) == "xla"
+    )
     with pytest.raises(ValueError, match=r"it runs on TPUs \(got cpu\)"):
         chosen(4096, 1536, 8960, jnp.bfloat16, backend="mosaic_tpu")
 
 
-@pytest.mark.parametrize(("kind", "mib"), [("TPU v6 lite", 128), ("TPU v5p", 64)])
-@pytest.mark.parametrize("width", [896, 1536, 3584, 4096])
-def test_blocks_divide_the_tokens_and_fit_twice_with_room_to_spare(kind, mib, width):
-    for tokens in (256, 768, 4096, 5 * 256):
+@pytest.mark.parametrize(
+    ("kind", "mib", "width"),
+    [*(("TPU v6 lite", 128, width) for width in (896, 1536, 3584, 4096)), ("TPU v5p", 64, 896), ("TPU v5p", 64, 2048)],
+)
+def test_blocks_divide_the_tokens_into_chunks_and_fit_twice_with_room_to_spare(kind, mib, width):
+    for tokens in (512, 4096, 6 * 256):
         tiles = Tiles.of(kind, tokens, width)
-        assert tokens % tiles.rows == 0 and tiles.rows % tiles.chunk == 0
+        assert tokens % tiles.rows == 0 == tiles.rows % tiles.chunk and tiles.rows > tiles.chunk
         blocks = 2 * 2 * (2 * tiles.rows * width + 3 * 256 * width + 3 * tiles.rows * 256)
         assert blocks < tiles.vmem <= mib * 2**20 // 2
