@@ -2,9 +2,10 @@
 
     pip install "libtpu==0.0.42.*"
     python -m jaxrl_llm.kernels.tpu_cycles --chips=v6e,v5p --widths=896,2048
+    python -m jaxrl_llm.kernels.tpu_cycles --chips=v6e,v5p --op=gated_mlp --widths=1536 --inner=8960 --tokens=4096
 
 Cycles are the compiler's static estimates, which include waits for memory; nothing is run. They serve to compare kernels, and do not
-predict seconds. A share counts 2 T D V FLOPs, the products of one pass, against the peak of the chip's matrix units.
+predict seconds. A share counts 2 T D V FLOPs, the products of one pass, or the 6 T D M of gated_mlp, against the peak of the chip's matrix units.
 """
 
 import argparse
@@ -90,11 +91,33 @@ def rows(chip: str, width: int, tokens: int, vocabulary: int) -> Iterator[dict[s
         yield row | {"cycles": cycles[-1], "share": round(peak / cycles[-1], 3), "cpu_seconds": round(seconds, 1)}
 
 
+def gated_rows(chip: str, width: int, tokens: int, inner: int) -> Iterator[dict[str, Any]]:
+    """The row of gated_mlp."""
+    import jax
+    import jax.numpy as jnp
+
+    from jaxrl_llm.kernels.gated_mlp.api import gradients
+
+    def run(x: Any, g: Any, gate: Any, up: Any, turned: Any) -> Any:
+        return gradients(x, g, gate, up, turned.T, backend="mosaic_tpu")
+
+    # The last weights lie as devices gather them.
+    shapes = [jax.ShapeDtypeStruct((n, width), jnp.bfloat16) for n in (tokens, tokens)]
+    shapes += [jax.ShapeDtypeStruct((width, inner), jnp.bfloat16)] * 3
+    text, seconds = compiled(chip, run, *shapes)
+    (cycles,) = pallas_cycles(text)
+    share = 6 * tokens * width * inner / PEAKS[chip] / cycles
+    row = {"chip": chip, "tokens": tokens, "width": width, "inner": inner, "kernel": "gated_mlp", "cycles": cycles}
+    yield row | {"share": round(share, 3), "cpu_seconds": round(seconds, 1)}
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints a JSON line per kernel."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--chips", default="v6e", help=f"some of {', '.join(TOPOLOGIES)}")
     parser.add_argument("--widths", default="896,2048", help="columns of the hidden states")
+    parser.add_argument("--op", default="token_stats", choices=("token_stats", "gated_mlp"))
+    parser.add_argument("--inner", type=int, default=8960, help="columns of the gated values, for gated_mlp")
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--vocabulary", type=int, default=8192)
     args = parser.parse_args(argv)
@@ -105,7 +128,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         os.environ.update(environment(folder))
         for chip in args.chips.split(","):
             for width in map(int, args.widths.split(",")):
-                for row in rows(chip, width, args.tokens, args.vocabulary):
+                found = (
+                    gated_rows(chip, width, args.tokens, args.inner)
+                    if args.op == "gated_mlp"
+                    else rows(chip, width, args.tokens, args.vocabulary)
+                )
+                for row in found:
                     print(json.dumps(row), flush=True)
 
 

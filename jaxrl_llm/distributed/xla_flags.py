@@ -49,6 +49,8 @@ TPU = {
     "xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000",
     # On a torus of three axes weights would be gathered by sums with zeros, which send twice as much and are waited for.
     "xla_tpu_prefer_async_allgather_to_allreduce": "true",
+    # Columns of the head for rows, and shares of the embedding's width for tokens, are exchanged beside computation.
+    "xla_tpu_enable_async_all_to_all": "true",
 }
 
 # Reduce-scatters, and all-gathers along lines of the torus (`scatter`) and over two or three of its axes, run on the SparseCores,
@@ -63,6 +65,9 @@ ON_SPARSE_CORES = {
 # All-reduces over the axes data and context were compiled so for v6e alone.
 WHOLE_SUMS = {"xla_tpu_enable_sparse_core_collective_offload_all_reduce": "true"}
 TPU_KINDS: Mapping[str, Mapping[str, str]] = {"v5p": ON_SPARSE_CORES, "v6e": {**ON_SPARSE_CORES, **WHOLE_SUMS}}
+# What chips on the PCI bus say of themselves, as `jax._src.hardware_utils` reads it.
+GOOGLE = "0x1ae0"
+PCI_KINDS = {"0x005e": "v4", "0x0062": "v5p", "0x0063": "v5e", "0x006f": "v6e"}
 
 
 def gpus() -> int:
@@ -79,6 +84,21 @@ def gpus() -> int:
 def tpus(devices: Path = Path("/dev")) -> int:
     """Returns the number of TPU chips of this host, which have a driver of their own until v4 and the kernel's vfio from v5e on."""
     return len([*devices.glob("accel[0-9]*"), *devices.glob("vfio/[0-9]*")])
+
+
+def tpu_kind(environment: Mapping[str, str], bus: Path = Path("/sys/bus/pci/devices")) -> str:
+    """The kind of this host's TPUs, such as "v6e", by the environment or else by the chips themselves; "" where neither says it.
+
+    A host of Google Cloud has an accelerator type such as v6e-64 in its metadata, and not always in its environment.
+    """
+    if named := environment.get("TPU_ACCELERATOR_TYPE", "").partition("-")[0]:
+        return named
+    for vendor in bus.glob("*/vendor"):
+        if vendor.read_text().strip() == GOOGLE:
+            kind = PCI_KINDS.get((vendor.parent / "device").read_text().strip())
+            if kind is not None:
+                return kind
+    return ""
 
 
 def on_cpu() -> bool:
@@ -120,7 +140,7 @@ def apply(environment: MutableMapping[str, str] | None = None) -> dict[str, str]
     allowed = environment.get("JAX_PLATFORMS", "")
     here = lambda name: not allowed or name in allowed  # noqa: E731
     tpu = here("tpu") and bool(importlib.util.find_spec("libtpu")) and tpus() > 0
-    kind = environment.get("TPU_ACCELERATOR_TYPE", "").partition("-")[0]  # a host of a pod has one such as v6e-64
-    found = settings(gpus() if here("cuda") or here("gpu") else 0, kind if tpu else None, environment)
+    kind = tpu_kind(environment) if tpu else None
+    found = settings(gpus() if here("cuda") or here("gpu") else 0, kind, environment)
     environment.update(found)
     return found

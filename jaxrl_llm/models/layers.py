@@ -36,10 +36,11 @@ from jaxrl_llm.kernels import dispatch
 from jaxrl_llm.kernels.attention import cudnn
 from jaxrl_llm.kernels.ordered import arithmetic
 from jaxrl_llm.models.architecture import Architecture
-from jaxrl_llm.models.linear import added, biased, gated_linear, linear, linears, pinned, rounded, written
+from jaxrl_llm.models.gated import GATE, gated_mlp
+from jaxrl_llm.models.linear import added, biased, linear, linears, pinned, rounded, written
 
 # Names that a layer gives to its values.
-INPUT, QUERY, KEY, VALUE, MIDDLE, GATE = "layer_input", "query", "key", "value", "middle", "gate"
+INPUT, QUERY, KEY, VALUE, MIDDLE = "layer_input", "query", "key", "value", "middle"
 ROUTER, EXPERT_GATE = "router", "expert_gate"
 # The primitive, and the name, with which fused attention's forward pass returns its output and sums.
 ATTENTION_PRIMITIVE, ATTENTION_NAME = cudnn.FORWARD, "splash_attention_residual"
@@ -224,5 +225,4 @@ class MLP(nnx.Module):
         self.down = parameter(rngs, (mlp_width, width), ("mlp", "embed"), std)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        gate, up = linears(written(x), [self.gate[...], self.up[...]])
-        return gated_linear(named(gate, GATE), up, self.down[...])
+        return gated_mlp(x, self.gate[...], self.up[...], self.down[...])

@@ -1,11 +1,9 @@
-"""Linear maps of the models with explicit gradients, plain, gated and with a LoRA adapter.
+"""Linear maps of the models with explicit gradients, plain and with a LoRA adapter; gated ones are in `gated`.
 
 The gradient of the weights is computed in the weights' own layout and in float32: the order that automatic
 differentiation chooses costs a transposed product (three times slower on CPU) and rounds to the activations' dtype.
 The gradient of a bias is a float32 sum over all tokens for the same reason: a sum that each device rounds depends on how
 the mesh splits the tokens.
-The gradient of a gated product recomputes silu(gate) * up in the same pass as the gradients of gate and up. On TPUs these values, and
-the MLP's input, are written once: their compiler would compute them again inside each product that reads them.
 """
 
 import math
@@ -108,7 +106,7 @@ class Spread:
         return self
 
 
-def _summed(product: Any, stored: Stored | None, x: jax.Array, g: jax.Array) -> jax.Array:
+def summed(product: Any, stored: Stored | None, x: jax.Array, g: jax.Array) -> jax.Array:
     """Returns `product(x, g)`, the gradient of a weight in float32, summed over the devices that split the rows of `x` and `g`."""
     if stored is None or stored.rows is None:
         return product(x, g)
@@ -143,7 +141,7 @@ def linear(
     if isinstance(weights, Adapted):
         low = _product(_product(x, weights.a, inputs, None), weights.b, 1, None)
         return _product(x, weights.weights, inputs, None) + weights.scale * low
-    kernel, stored = _unwrapped(weights)
+    kernel, stored = unwrapped(weights)
     if inputs > 1 or stored is None or stored.rows is None or any(stored.spec[1:]) or dispatch.ordered():
         return _product(x, kernel, inputs, stored)
     # Heads and their width are one dimension here: TPU's compiler takes nearly twice the cycles for the gradients' products over both, since
@@ -176,7 +174,8 @@ def _products_backward(
 _products.defvjp(lambda x, weights: (_products(x, weights), (x, weights)), _products_backward)
 
 
-def _unwrapped(weights: Any) -> tuple[Any, Stored | None]:
+def unwrapped(weights: Any) -> tuple[Any, Stored | None]:
+    """The array of a weight that has no adapter and no scale, and how a mesh holds it."""
     return (weights.weights, weights.stored) if isinstance(weights, Spread) else (weights, None)
 
 
@@ -261,64 +260,15 @@ _written.defvjp(lambda x: (_written(x), None), lambda _, g: (g,))
 
 def written(x: Float[Array, "B T N"]) -> Float[Array, "B T N"]:
     """Returns `x`, which TPUs compute once and not in each product that reads it; one token a row is left to the compiler."""
-    return _written(x) if _on_tpu() and x.shape[1] > 1 else x
+    return _written(x) if on_tpu() and x.shape[1] > 1 else x
 
 
-def _on_tpu() -> bool:
+def on_tpu() -> bool:
+    """Whether programs are for TPUs."""
     return bool(dispatch.device().platform == "tpu")
 
 
-def gated_linear(
-    gate: Float[Array, "B T M"], up: Float[Array, "B T M"], weights: Float[Array, "M D"] | Adapted | Quantized | Spread
-) -> Float[Array, "B T D"]:
-    """Multiplies silu(gate) * up, rounded to the dtype of `gate`, by the weights; the result has that dtype too."""
-    if isinstance(weights, Adapted | Quantized):
-        return linear(_gated(gate, up), weights)
-    weights, stored = _unwrapped(weights)
-    return _gated_product(gate, up, weights, stored)
-
-
-def _gated(gate: jax.Array, up: jax.Array) -> jax.Array:
-    if dispatch.ordered():
-        wide = gate.astype(jnp.float32)
-        return arithmetic.rounded(wide * arithmetic.sigmoid(wide) * up.astype(jnp.float32), gate.dtype)
-    return (jax.nn.silu(gate.astype(jnp.float32)) * up).astype(gate.dtype)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _gated_product(gate: jax.Array, up: jax.Array, weights: jax.Array, stored: Stored | None) -> jax.Array:
-    return _gated_forward(gate, up, weights, stored)[0]
-
-
-def _gated_forward(
-    gate: jax.Array, up: jax.Array, weights: jax.Array, stored: Stored | None
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
-    return _applied(written(_gated(gate, up)), weights, 1, stored), (gate, up, weights)
-
-
-def _gated_backward(
-    stored: Stored | None, saved: tuple[jax.Array, jax.Array, jax.Array], g: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    gate, up, weights = saved
-    dtype, dh = gate.dtype, _contracted(g, weights, ((2,), (1,)), stored, (1,))
-    # XLA computes results of the same inputs in one pass, but not where those inputs come straight from products; on TPUs it does, in
-    # the pass of a product that comes before, where the results are written.
-    if not _on_tpu():
-        gate, up, dh = jax.lax.optimization_barrier((gate, up, dh))
-    gate, up, dh = (x.astype(jnp.float32) for x in (gate, up, dh))
-    share = jax.nn.sigmoid(gate)
-    found = gate * share * up, dh * up * share * (1 + gate * (1 - share)), dh * gate * share
-    h, dgate, dup = (x.astype(dtype) for x in found)
-    if _on_tpu():
-        h, dgate, dup = jax.lax.optimization_barrier((h, dgate, dup))
-    dw = _summed(partial(_rows_product, count=2), stored, h, g)
-    return dgate, dup, dw.astype(weights.dtype)
-
-
-_gated_product.defvjp(_gated_forward, _gated_backward)
-
-
-def _contracted(x: jax.Array, weights: jax.Array, axes: Any, stored: Stored | None, over: Sequence[int]) -> jax.Array:
+def contracted(x: jax.Array, weights: jax.Array, axes: Any, stored: Stored | None, over: Sequence[int]) -> jax.Array:
     """Contracts as tensordot in the dtype of `x`, over the dimensions `over` of the weights; parts are summed in float32."""
     weights = weights.astype(x.dtype)
     if stored is None or not stored.parts(over):
@@ -326,14 +276,14 @@ def _contracted(x: jax.Array, weights: jax.Array, axes: Any, stored: Stored | No
     return jnp.tensordot(x, weights, axes, preferred_element_type=jnp.float32).astype(x.dtype)
 
 
-def _applied(x: jax.Array, weights: jax.Array, inputs: int, stored: Stored | None) -> jax.Array:
+def applied(x: jax.Array, weights: jax.Array, inputs: int, stored: Stored | None) -> jax.Array:
     """Computes the product of the forward pass: the last `inputs` axes of `x` with the first of the weights."""
     if dispatch.ordered():
         return arithmetic.linear(x, weights, inputs)
-    return _contracted(x, weights, inputs, stored, range(inputs))
+    return contracted(x, weights, inputs, stored, range(inputs))
 
 
-def _rows_product(x: jax.Array, g: jax.Array, count: int) -> jax.Array:
+def rows_product(x: jax.Array, g: jax.Array, count: int) -> jax.Array:
     """Contracts the first `count` axes of both, in float32."""
     rows = tuple(range(count))
     return jnp.tensordot(x, g, (rows, rows), preferred_element_type=jnp.float32)
@@ -341,14 +291,14 @@ def _rows_product(x: jax.Array, g: jax.Array, count: int) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _product(x: jax.Array, weights: jax.Array, inputs: int, stored: Stored | None) -> jax.Array:
-    return _applied(x, weights, inputs, stored)
+    return applied(x, weights, inputs, stored)
 
 
 def _forward(
     x: jax.Array, weights: jax.Array, inputs: int, stored: Stored | None
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     # This is a bare product instead of a call of `_product`: the remat policy "dots" recognises what to keep by its primitive.
-    return _applied(x, weights, inputs, stored), (x, weights)
+    return applied(x, weights, inputs, stored), (x, weights)
 
 
 def _backward(
@@ -358,8 +308,8 @@ def _backward(
     outputs = weights.ndim - inputs
     last = lambda n, ndim: tuple(range(ndim - n, ndim))  # noqa: E731
     over = last(outputs, weights.ndim)
-    dx = _contracted(g, weights, (last(outputs, g.ndim), over), stored, over)
-    dw = _summed(partial(_rows_product, count=g.ndim - outputs), stored, x, g)
+    dx = contracted(g, weights, (last(outputs, g.ndim), over), stored, over)
+    dw = summed(partial(rows_product, count=g.ndim - outputs), stored, x, g)
     return dx, dw.astype(weights.dtype)
 
 

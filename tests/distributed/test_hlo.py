@@ -59,6 +59,11 @@ def squares(program, tokens):
     return [name for name, _, sizes in program.arrays() if sizes.count(tokens) > 1]
 
 
+def waited_outside(program):
+    """Bytes of the largest exchange outside of loops that is waited for."""
+    return max((one.bytes for one in program.collectives if not (one.looped or one.asynchronous)), default=0)
+
+
 def faults(said, program, recorded):
     """What a small update must not show, as lines; `said` is what compiled_update.py prints, `recorded` an entry of RECORDED."""
     facts, found = said["programs"]["whole"], []
@@ -66,6 +71,8 @@ def faults(said, program, recorded):
         found.append(f"no kernel of the target: {kernels}")
     if program.waited > WAITED:
         found.append(f"an exchange of {program.waited} bytes in the loop over layers is waited for")
+    if (outside := waited_outside(program)) > WAITED:
+        found.append(f"an exchange of {outside} bytes outside of loops is waited for")
     if program.narrow_sums:
         found.append(f"sums over devices in 16 bits: {program.narrow_sums}")
     if buffers := squares(program, compiled_update.ROW_TOKENS):
@@ -112,6 +119,12 @@ def test_weights_that_a_pod_holds_are_gathered_beside_computation(target, chips)
 
 
 # Each check fails on the program that XLA makes by itself.
+
+
+@pytest.mark.slow
+def test_all_to_alls_of_the_table_are_waited_for_by_default(compiled):
+    _, program = compiled("v6e:2x2", arguments="--xla_tpu_enable_async_all_to_all=false")
+    assert waited_outside(program) > WAITED
 
 
 @pytest.mark.slow
@@ -170,6 +183,11 @@ KERNELS = ("attention splash", "token_stats mosaic_tpu")
         (KERNELS, {'"100"': '"110"'}, None),  # a tenth more is allowed
         (("attention reference", *KERNELS[1:]), {}, "no kernel of the target"),
         (KERNELS, {"all-reduce-start": "all-reduce"}, f"an exchange of {4 * 2**20} bytes"),
+        (
+            KERNELS,
+            {"  %loop = ": "  %late = bf16[1024,1024]{1,0} all-to-all(%x), replica_groups={{0,1,2,3}}\n  %loop = "},
+            f"an exchange of {2 * 2**20} bytes outside of loops is waited for",
+        ),
         (KERNELS, {"f32[1024,1024]": "bf16[1024,1024]"}, "sums over devices in 16 bits: ['sum']"),
         (KERNELS, {"f32[768,896]": "bf16[12,768,768]"}, "buffers of tokens by tokens: ['work']"),
         (KERNELS, {'"100"': '"111"'}, "cycles 444, where 400 were recorded"),

@@ -1,6 +1,9 @@
 """Targets have names, need their compilers, and what a compiled program exchanges is read from its text."""
 
 import importlib.util
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -200,6 +203,25 @@ def test_a_target_cannot_be_run_on(capsys, tmp_path):
     flags = [f"--gin={binding}" for binding in tiny_run.bindings(tmp_path / "run")]
     assert launch.main([f"--gin_file={tiny_run.GIN_FILE}", *flags, "--topology=v6e:2x2"]) == 1
     assert "add --dry_run, or leave it out to run" in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [("jaxrl_llm.launch", "--dry_run"), ("jaxrl_llm.tools.plan",)])
+def test_a_run_is_compiled_for_a_target_that_is_not_there(command, tmp_path):
+    if importlib.util.find_spec("libtpu") is None:
+        pytest.skip("the compiler of TPUs is not installed: libtpu")
+    # The tests' own settings of JAX are for its CPU; their folder is on the path, for the reward.
+    own = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_", "LIBTPU_"))}
+    own["PYTHONPATH"] = os.pathsep.join([str(tiny_run.ROOT / "tests"), own.get("PYTHONPATH", "")])
+    asked = tiny_run.arguments(tmp_path / "run", **tiny_run.RL_ALONE)
+    done = subprocess.run(
+        [sys.executable, "-m", *command, "--topology=v6e:2x2", *asked],
+        cwd=tiny_run.ROOT, capture_output=True, text=True, timeout=500, env=own,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "programs of rl for v6e:2x2" in done.stdout and "M cycles" in done.stdout
+    assert "reduce-scatter" in done.stdout and "peak of rl" in done.stdout
+    assert not (tmp_path / "run").exists()
 
 
 def test_what_does_not_fit_a_chip_is_refused_with_what_to_change():

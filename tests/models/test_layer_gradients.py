@@ -14,8 +14,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner
 from jaxrl_llm.kernels import dispatch
 from jaxrl_llm.models.architecture import Architecture
+from jaxrl_llm.models.gated import gated_linear
 from jaxrl_llm.models.layers import Projection, rope, rotate
-from jaxrl_llm.models.linear import Spread, Stored, gated_linear, linear, written
+from jaxrl_llm.models.linear import Spread, Stored, linear, written
 
 
 @dataclass(frozen=True)

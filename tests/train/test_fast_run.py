@@ -87,6 +87,42 @@ def test_tpus_are_seen_by_either_driver(tmp_path: Path) -> None:
     assert xla_flags.tpus(tmp_path) == 3
 
 
+def test_the_kind_of_a_tpu_is_read_from_the_bus_where_the_environment_does_not_name_it(
+    tmp_path: Path, monkeypatch
+) -> None:
+    from jax._src import hardware_utils
+
+    known = {name: kind.name for name, kind in hardware_utils._TPU_PCI_DEVICE_IDS.items()}
+    assert all(known[device] == kind for device, kind in xla_flags.PCI_KINDS.items())
+    assert {"v5p", "v6e"} <= set(
+        xla_flags.PCI_KINDS.values()
+    ) and xla_flags.GOOGLE == hardware_utils._GOOGLE_PCI_VENDOR_ID
+
+    def bus(*chips: tuple[str, str]) -> Path:
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        for place, (vendor, device) in enumerate(chips):
+            chip = folder / f"0000:00:0{place}.0"
+            chip.mkdir(parents=True)
+            (chip / "vendor").write_text(f"{vendor}\n")
+            (chip / "device").write_text(f"{device}\n")
+        return folder
+
+    # A network card of Google's, and another maker's card whose number is that of a v5p.
+    others = ("0x1ae0", "0x0042"), ("0x10de", "0x0062")
+    assert xla_flags.tpu_kind({}, bus(*others)) == "" == xla_flags.tpu_kind({}, tmp_path / "none")
+    trillium = bus(*others, ("0x1ae0", "0x006f"), ("0x1ae0", "0x006f"))
+    assert xla_flags.tpu_kind({}, trillium) == "v6e"
+    assert xla_flags.tpu_kind({}, bus(("0x1ae0", "0x0062"))) == "v5p"
+    assert xla_flags.tpu_kind({"TPU_ACCELERATOR_TYPE": "v5p-128"}, trillium) == "v5p"
+
+    # A host with chips and no name of them gets the flags that --topology compiles with.
+    read = xla_flags.tpu_kind
+    monkeypatch.setattr(xla_flags, "tpus", lambda: 2)
+    monkeypatch.setattr(xla_flags, "tpu_kind", lambda environment: read(environment, trillium))
+    monkeypatch.setattr(xla_flags.importlib.util, "find_spec", lambda name: name == "libtpu")
+    assert xla_flags.apply({}) == xla_flags.settings(0, "v6e", {})
+
+
 def test_a_folder_without_a_trace_says_how_to_make_one(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="set PROFILE_STEPS"):
         profiling.newest(tmp_path)
