@@ -175,7 +175,7 @@ _products.defvjp(lambda x, weights: (_products(x, weights), (x, weights)), _prod
 
 
 def unwrapped(weights: Any) -> tuple[Any, Stored | None]:
-    """The array of a weight that has no adapter and no scale, and how a mesh holds it."""
+    """Returns the array of a weight that has no adapter and no scale, and how a mesh holds it."""
     return (weights.weights, weights.stored) if isinstance(weights, Spread) else (weights, None)
 
 
@@ -264,7 +264,7 @@ def written(x: Float[Array, "B T N"]) -> Float[Array, "B T N"]:
 
 
 def on_tpu() -> bool:
-    """Whether programs are for TPUs."""
+    """Returns whether programs are for TPUs."""
     return bool(dispatch.device().platform == "tpu")
 
 
