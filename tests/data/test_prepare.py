@@ -54,6 +54,7 @@ def test_the_commands_are_those_of_the_data_sets() -> None:
         "mmlu_sycophancy",
         "openmathreasoning",
         "preference",
+        "svamp",
         "ultrachat",
         "wildchat",
         "wmdp",
