@@ -63,7 +63,9 @@ def test_refilled_slots_draw_by_the_learners_log_probs(prefixes, draw, devices, 
         settings = SamplingParams(max_tokens=5, stop_token_ids=(3, 17, 8))
         groups = draw(policy_of(devices, "bfloat16"), prompts, 2, settings, slots=4, decode_chunk=2, cache=cache)
     used = {(choice.op, choice.backend) for choice in choices}
-    assert used == {("decode_attention", "mosaic_tpu"), ("attention", "splash")}
+    # Gradients of a gated MLP, which a sampler does not take, are asked for where a mesh divides the weights.
+    divided = {("gated_mlp", "xla")} if devices > 1 else set()
+    assert used == {("decode_attention", "mosaic_tpu"), ("attention", "splash")} | divided
     got = np.concatenate([c.logprobs for group in groups for c in group])
     gaps = np.abs(got - learners_logprobs(policy_of(1, "float32"), prompts, groups))
     assert gaps.max() < most

@@ -238,7 +238,7 @@ def kernels_of(run: Any, policy: Any) -> Any:
     for stage in run.stages:
         learner = learner_of(stage, policy, 0)
         asked = (stage.max_prompt_tokens, stage.prompts_per_step, stage.group_size, stage.settings)
-        own.append((stage.packing, stage.samples, asked, learner.models, learner.streams, learner.max_segments))
+        own.append((stage.packing, stage.samples, asked, learner.models, learner.wanted, learner.max_segments))
     return policy, run.sampler, run.max_length, own
 
 
