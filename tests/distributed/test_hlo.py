@@ -71,7 +71,8 @@ def faults(said, program, recorded):
         found.append(f"no kernel of the target: {kernels}")
     if program.waited > WAITED:
         found.append(f"an exchange of {program.waited} bytes in the loop over layers is waited for")
-    if (outside := waited_outside(program)) > WAITED:
+    # TPUs' alone, whose compiler estimates cycles: on GPUs exchanges run on streams of their own.
+    if "cycles" in recorded and (outside := waited_outside(program)) > WAITED:
         found.append(f"an exchange of {outside} bytes outside of loops is waited for")
     if program.narrow_sums:
         found.append(f"sums over devices in 16 bits: {program.narrow_sums}")
