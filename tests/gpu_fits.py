@@ -18,25 +18,22 @@ import time
 from pathlib import Path
 from typing import Any
 
+from jaxrl_llm.models.sizes import SHAPES
+
 ROOT = Path(__file__).parents[1]
 ROW = re.compile(
     r"^\| (?P<gb>\d+) GB \| .*? \| (?P<model>\S+) \| `(?P<settings>[^`]+)` \| (?P<says>[\d.]+) of (?P<of>[\d.]+) \|$",
     re.MULTILINE,
 )
-SIZES = {  # config.json of the models that the table names
-    "Qwen/Qwen2.5-0.5B-Instruct": ("qwen2.Qwen2", (896, 24, 14, 2, 64, 4864, True)),
-    "Qwen/Qwen2.5-1.5B-Instruct": ("qwen2.Qwen2", (1536, 28, 12, 2, 128, 8960, True)),
-    "Qwen/Qwen2.5-3B-Instruct": ("qwen2.Qwen2", (2048, 36, 16, 2, 128, 11008, True)),
-    "Qwen/Qwen3-8B": ("qwen3.Qwen3", (4096, 36, 32, 8, 128, 12288, False)),
-}
-NAMES = ("width", "layers", "heads", "kv_heads", "head_width", "mlp_width", "tied")
+NAMES = ("vocabulary_size", "width", "layers", "heads", "kv_heads", "head_width", "mlp_width", "tied")
 
 
 def composed(model: str, settings: str, given: argparse.Namespace, run_dir: Path) -> str:
     """Returns the gin text of a row's run."""
-    family, sizes = SIZES[model]
-    module, _, _ = family.partition(".")
-    fields = "".join(f"{family}.{name} = {value!r}\n" for name, value in zip(NAMES, sizes, strict=True))
+    size = SHAPES[model.partition("/")[2].removesuffix("-Instruct").lower()]
+    module = type(size).__module__.rpartition(".")[2]
+    family = f"{module}.{type(size).__name__}"
+    fields = "".join(f"{family}.{name} = {getattr(size, name)!r}\n" for name in NAMES)
     quoted = re.sub(r"=([a-z]\w*)(?=\s|$)", r"='\1'", settings)
     return (
         "from __gin__ import dynamic_registration\nfrom jaxrl_llm import train\nfrom jaxrl_llm.models import sources\n"
@@ -44,7 +41,8 @@ def composed(model: str, settings: str, given: argparse.Namespace, run_dir: Path
         f"PRETRAINED = {str(given.tokenizer)!r}\nGSM8K_PATH = {str(given.gsm8k)!r}\nRUN_DIR = {str(run_dir)!r}\n"
         f"STEPS = 1000\nPROMPTS_PER_STEP = {given.prompts}\nSAVE_EVERY = 1000\nBEST = None\n"
         f"train.Stage.evaluations = []\nsources.PolicySource.pretrained = None\nsources.PolicySource.architecture = @{family}()\n"
-        f"{family}.vocabulary_size = 151936\n{fields}" + "".join(f"{x}\n" for x in quoted.split())
+        + fields
+        + "".join(f"{x}\n" for x in quoted.split())
     )  # fmt: skip
 
 
@@ -96,8 +94,11 @@ def main() -> None:
         subprocess.run(asked, capture_output=True, text=True, check=True).stdout.splitlines()[0].split(", ")
     )
     wanted, failed = {int(x) for x in given.rows.split(",")}, False
-    for row in ROW.finditer((ROOT / "README.md").read_text()):
-        if int(row["gb"]) in wanted:
+    table = {int(row["gb"]): row for row in ROW.finditer((ROOT / "README.md").read_text())}
+    if wanted - set(table):
+        parser.error(f"--rows must be some of {sorted(table)}, the README's (got {given.rows})")
+    for gb, row in table.items():
+        if gb in wanted:
             found = measured(row, given, int(memory) / 1024)
             failed |= found["failed"]
             print(json.dumps({"device": device, **found}), flush=True)

@@ -19,8 +19,7 @@ from jaxtyping import Array, Float
 from jaxrl_llm.distributed.mesh import STORED as GATHERED
 from jaxrl_llm.distributed.mesh import names
 from jaxrl_llm.kernels import dispatch
-from jaxrl_llm.kernels.gated_mlp import api
-from jaxrl_llm.kernels.gated_mlp.xla import between
+from jaxrl_llm.kernels.gated_mlp import api, xla
 from jaxrl_llm.kernels.ordered import arithmetic
 from jaxrl_llm.models.linear import (
     Adapted,
@@ -88,7 +87,7 @@ def _gated_backward(
     if not on_tpu():
         gate, up, dh = jax.lax.optimization_barrier((gate, up, dh))
     gate, up, dh = (x.astype(jnp.float32) for x in (gate, up, dh))
-    h, dgate, dup = (x.astype(dtype) for x in between(gate, up, dh))
+    h, dgate, dup = (x.astype(dtype) for x in xla.between(gate, up, dh))
     if on_tpu():
         h, dgate, dup = jax.lax.optimization_barrier((h, dgate, dup))
     dw = summed(partial(rows_product, count=2), stored, h, g)
@@ -117,7 +116,7 @@ def _kernel(x: jax.Array, weights: Sequence[Any]) -> Any:
     ways = lambda axes: math.prod(stored.mesh.shape[axis] for axis in axes)  # noqa: E731
     tokens = math.prod(x.shape[:2]) // ways(axis for part in stored.rows for axis in names(part))
     inner = gate.shape[1] // ways(_apart(stored, 1))
-    if api.chosen(tokens, x.shape[2], inner, x.dtype).__name__.endswith("xla"):
+    if api.chosen(tokens, x.shape[2], inner, x.dtype) is xla:
         return None
     return partial(_mlp, places)
 

@@ -15,6 +15,9 @@ SHAPES: dict[str, Architecture] = {
     "qwen2.5-1.5b": Qwen2(
         vocabulary_size=151936, width=1536, layers=28, heads=12, kv_heads=2, head_width=128, mlp_width=8960, tied=True
     ),
+    "qwen2.5-3b": Qwen2(
+        vocabulary_size=151936, width=2048, layers=36, heads=16, kv_heads=2, head_width=128, mlp_width=11008, tied=True
+    ),
     "qwen2.5-7b": Qwen2(
         vocabulary_size=152064, width=3584, layers=28, heads=28, kv_heads=4, head_width=128, mlp_width=18944
     ),

@@ -1,9 +1,9 @@
 """Chooses settings that fit a device: rows of a micro-batch, rematerialisation, and the optimizer's moments.
 
-The account adds the state's own shapes, memory beside it (the reference, the sampler's copy of the weights), the gradient of one micro-batch
-beside the sum of several, and the activations by the cost model, which was compared with measured peaks. Among the settings that fit, those that change least are preferred: moments in
-float32 on the device, then the first moment in bfloat16, then both moments on the host; among these, those of about the least predicted
-time.
+The account adds the state's own shapes, memory beside it (the reference, the sampler's copy of the weights), the gradient of one
+micro-batch beside the sum of several, and the activations by the cost model, which was compared with measured peaks. Among the settings
+that fit, those that change least are preferred: moments in float32 on the device, then the first moment in bfloat16, then both moments
+on the host; among these, those of about the least predicted time.
 """
 
 import math

@@ -7,6 +7,7 @@ from functools import cached_property
 
 import jax
 import numpy as np
+import pytest
 from sampler_cases import Letters, sample
 
 from jaxrl_llm.distributed import padding
@@ -19,6 +20,17 @@ from jaxrl_llm.samplers.embedded.sampler import EmbeddedSampler
 
 MAX_LENGTH = 48
 QWEN3 = Qwen3(vocabulary_size=50, width=24, layers=2, heads=4, kv_heads=2, head_width=8, mlp_width=40)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_as_users_compile():
+    """Programs have all optimisations: it is these that fuse and reorder."""
+    before = jax.config.values["jax_disable_most_optimizations"]
+    jax.config.update("jax_disable_most_optimizations", False)
+    jax.clear_caches()
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+    jax.clear_caches()
 
 
 def devices(**sizes):

@@ -6,7 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bitwise_cases import MAX_LENGTH, QWEN3, Case, devices, learners, policy_of, recorded
+from bitwise_cases import (
+    MAX_LENGTH,
+    QWEN3,
+    Case,
+    compiled_as_users_compile,  # noqa: F401  # a fixture of each test here
+    devices,
+    learners,
+    policy_of,
+    recorded,
+)
 from sampler_cases import Letters
 
 from jaxrl_llm.kernels.attention import ordered as ordered_attention
@@ -26,17 +35,6 @@ QWEN2 = Qwen2(
     vocabulary_size=131, width=40, layers=2, heads=3, kv_heads=1, head_width=12, mlp_width=56, tied=True, window=7,
     sliding=(True, False),
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_as_users_compile():
-    """Programs have all optimisations: it is these that fuse and reorder."""
-    before = jax.config.values["jax_disable_most_optimizations"]
-    jax.config.update("jax_disable_most_optimizations", False)
-    jax.clear_caches()
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
-    jax.clear_caches()
 
 
 @pytest.fixture(scope="module")

@@ -2,10 +2,15 @@
 
 from dataclasses import replace
 
-import jax
 import numpy as np
 import pytest
-from bitwise_cases import Case, learners, policy_of, recorded
+from bitwise_cases import (
+    Case,
+    compiled_as_users_compile,  # noqa: F401  # a fixture of each test here
+    learners,
+    policy_of,
+    recorded,
+)
 
 from jaxrl_llm.models.llama3 import Llama3
 from jaxrl_llm.models.qwen2 import Qwen2
@@ -13,17 +18,6 @@ from jaxrl_llm.models.qwen3 import Qwen3
 from jaxrl_llm.samplers.embedded import engine
 
 FAMILIES = (Qwen2, Qwen3, Llama3)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_as_users_compile():
-    """Programs have all optimisations: it is these that fuse and reorder."""
-    before = jax.config.values["jax_disable_most_optimizations"]
-    jax.config.update("jax_disable_most_optimizations", False)
-    jax.clear_caches()
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
-    jax.clear_caches()
 
 
 def drawn_at_random(seed, layers):
