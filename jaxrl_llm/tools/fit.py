@@ -6,10 +6,11 @@ that fit, those that change least are preferred: moments in float32 on the devic
 on the host; among these, those of about the least predicted time.
 """
 
+import functools
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,7 @@ def activations(setting: cost_model.Setting, tokens: int, dtype: str) -> float:
 def working(policy: Any, stage: Stage, remat: str, rows: int) -> float:
     """Returns the bytes of an update beside the state: its activations, and one micro-batch's gradient where the sum of several is state."""
     own = 0
-    if _wanted(stage) > rows:
+    if memory.rows_wanted(stage) > rows:
         learner = learner_of(stage, policy, 0)
         shapes = (rested(tree, learner.optimizers[name].slopes_dtype) for name, tree in learner.gradients.items())
         own = sum(memory.size(tree) for tree in shapes)
@@ -118,9 +119,21 @@ def needed(run: Run, policy: Any) -> float:
     """Returns the bytes that the fullest stage of a run takes of a device with its present settings, by the account above."""
     found = [0.0]
     for stage in run.stages:
-        held = sum(memory.state(stage, policy).values()) + beside(run, stage, policy)
-        found.append(held + working(policy, stage, policy.remat, stage.packing.rows))
+        rows = stage.packing.rows
+        found.append(held(run, stage, policy)(rows) + working(policy, stage, policy.remat, rows))
     return max(found)
+
+
+def held(run: Run, stage: Stage, policy: Any) -> Callable[[int], int]:
+    """Returns the bytes of a stage's state and of what is beside it, by the rows of its micro-batches: sums of several are in float32."""
+
+    @functools.cache
+    def of(several: bool) -> int:
+        rows = 1 if several else memory.rows_wanted(stage)
+        at = replace(stage, packing=replace(stage.packing, rows=rows))
+        return sum(memory.state(at, policy).values()) + beside(run, at, policy)
+
+    return lambda rows: of(memory.rows_wanted(stage) > rows)
 
 
 # -- the choice --------------------------------------------------------------------------------------------------------
@@ -133,12 +146,14 @@ def choose(run: Run, device: Device) -> Choice | None:
         stages = [
             replace(s, optimizer=replace(s.optimizer, moments_dtype=moments, offload=offload)) for s in run.stages
         ]
-        held = [sum(memory.state(s, policy).values()) + beside(run, s, policy) for s in stages]
+        resident = [held(run, s, policy) for s in stages]
         found: list[tuple[float, Choice]] = []
         for remat in REMATS:
-            fitting = [_rows(s, policy, remat, USABLE * device.bytes - h) for s, h in zip(stages, held, strict=True)]
+            fitting = [_rows(s, policy, remat, h, USABLE * device.bytes) for s, h in zip(stages, resident, strict=True)]
             if all(fitting):
-                most = max(h + working(policy, s, remat, r) for s, h, r in zip(stages, held, fitting, strict=True))
+                most = max(
+                    h(r) + working(policy, s, remat, r) for s, h, r in zip(stages, resident, fitting, strict=True)
+                )
                 seconds = sum(_seconds(s, policy, remat, r) * s.updates for s, r in zip(stages, fitting, strict=True))
                 choice = Choice(rows=tuple(fitting), remat=remat, moments=moments, offload=offload, needed=most)
                 found.append((seconds, choice))
@@ -152,27 +167,20 @@ def _tokens(stage: Stage, rows: int, policy: Any) -> int:
     return rows // policy.partitioner.batch_shards * stage.packing.row_tokens
 
 
-def _wanted(stage: Stage) -> int:
-    """Returns the rows that hold a mini-batch whose sequences all have their greatest length."""
-    longest = min(stage.max_prompt_tokens + stage.response_tokens - 1, stage.packing.row_tokens)
-    each = max(stage.packing.row_tokens // longest, 1)
-    return math.ceil(stage.sequences / stage.minibatches / each)
-
-
-def _rows(stage: Stage, policy: Any, remat: str, room: float) -> int:
-    """Returns the most rows, shards x 2^k and no more than a mini-batch fills, whose activations fit; 0 where one row per shard does not."""
+def _rows(stage: Stage, policy: Any, remat: str, held: Callable[[int], int], room: float) -> int:
+    """Returns the most rows, shards x 2^k and no more than a mini-batch fills, that fit; 0 where one row per shard does not."""
     shards = policy.partitioner.batch_shards
     tried = [shards]
-    while tried[-1] < min(_wanted(stage), MOST_ROWS):
+    while tried[-1] < min(memory.rows_wanted(stage), MOST_ROWS):
         tried.append(2 * tried[-1])
     # Rows that hold a whole mini-batch need no second gradient, and may fit where half of them do not.
-    return max((rows for rows in tried if working(policy, stage, remat, rows) <= room), default=0)
+    return max((rows for rows in tried if held(rows) + working(policy, stage, remat, rows) <= room), default=0)
 
 
 def _seconds(stage: Stage, policy: Any, remat: str, rows: int) -> float:
     """Predicts the seconds of an update by one chip's rates, which order the settings on any device."""
     length = stage.max_prompt_tokens + stage.response_tokens
-    times = math.ceil(_wanted(stage) / rows)
+    times = math.ceil(memory.rows_wanted(stage) / rows)
     setting, tokens = setting_of(policy, stage, remat), _tokens(stage, rows, policy)
     return sum(cost_model.update_seconds(CHIPS["h200"], setting, tokens, length, times).values())
 

@@ -5,6 +5,7 @@ is not an argument: the moments while a gradient is computed, the reference and 
 the allocator's fragmentation and the libraries' workspaces, which are small.
 """
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -159,8 +160,13 @@ def served_shapes(policy: Policy, sampler: EmbeddedSampler) -> Any:
 
 def summed(stage: Stage) -> bool:
     """Returns whether a minibatch may take several micro-batches, whose gradients are summed."""
-    tokens = stage.sequences // stage.minibatches * longest(stage)
-    return tokens > stage.packing.rows * stage.packing.row_tokens
+    return rows_wanted(stage) > stage.packing.rows
+
+
+def rows_wanted(stage: Stage) -> int:
+    """Returns the rows that hold a minibatch whose sequences all have their greatest length."""
+    each = max(stage.packing.row_tokens // longest(stage), 1)
+    return math.ceil(stage.sequences / stage.minibatches / each)
 
 
 def longest(stage: Stage) -> int:
