@@ -4,8 +4,8 @@
 
 Run it where JAX is, one or several GPUs (parameters in float32, divided over them). `--python` names the interpreter that has vLLM,
 where that is another one, and `--python-path` a folder with its packages; `--devices 2,3 --tensor-parallel 2` gives the server GPUs of
-its own; on a shared one, set XLA_PYTHON_CLIENT_MEM_FRACTION. `--transfer cuda_ipc` leaves files out. Prints a line a publication; each
-is checked by the canary, the log-probs of a text under learner and server. The first one of each weights is slower: it compiles, and
+its own; on a shared one, set XLA_PYTHON_CLIENT_MEM_FRACTION. `--transfer cuda_ipc` leaves files out, `--rank 16` publishes adapters of that rank
+beside a base in bfloat16, which the server loads at its start. Prints a line a publication; each is checked by the canary, the log-probs of a text under learner and server. The first one of each weights is slower: it compiles, and
 locks pages of host memory.
 """
 
@@ -22,7 +22,8 @@ from transformers import AutoTokenizer
 
 from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner
 from jaxrl_llm.experience import SamplingParams
-from jaxrl_llm.models.policy import Policy
+from jaxrl_llm.models.lora import AdaptedPolicy, LoRA
+from jaxrl_llm.models.policy import Params, Policy
 from jaxrl_llm.models.sizes import SHAPES
 from jaxrl_llm.samplers.vllm.client import VllmClient
 from jaxrl_llm.samplers.vllm.local_server import LocalServers
@@ -57,16 +58,30 @@ async def timed(client: VllmClient, weights: list[dict], repeats: int, between_s
     return rows[len(weights) :]
 
 
+def made(given: argparse.Namespace) -> tuple[Policy, list[Params], int]:
+    """A policy, two versions of its weights, and the bytes of one that are published."""
+    shared = (SHAPES[given.model], Partitioner.create(MeshConfig()), "bfloat16", "full")
+    if not given.rank:
+        policy = Policy(*shared)
+        weights = [policy.init(jax.random.key(seed)) for seed in range(2)]
+        return policy, weights, 2 * sum(x.size for x in jax.tree.leaves(weights[0]))
+    policy = AdaptedPolicy(*shared, lora=LoRA(rank=given.rank, base_dtype="bfloat16"))
+    base = policy.frozen(policy.plain.init(jax.random.key(0)))
+    pairs = [
+        jax.tree.map(lambda x: x + 0.01, policy.init(jax.random.key(seed))) for seed in range(2)
+    ]  # B is 0 at first
+    return policy, [policy.joined(x, base) for x in pairs], 2 * sum(x.size for x in jax.tree.leaves(pairs[0]))
+
+
 async def run(given: argparse.Namespace) -> None:
-    policy = Policy(SHAPES[given.model], Partitioner.create(MeshConfig()), "bfloat16", "full")
-    weights = [policy.init(jax.random.key(seed)) for seed in range(2)]
+    policy, weights, size = made(given)
     jax.block_until_ready(weights)
     sampler = VllmSampler(
         local=LocalServers(
             python=given.python, python_path=given.python_path, memory_share=given.memory, arguments=given.arguments.split(),
             tensor_parallel=given.tensor_parallel, devices=[given.devices] if given.devices else (),
         ),
-        publication=str(given.folder), transfer=given.transfer, inflight="abort_resume", seeded=False,
+        publication=str(given.folder), transfer=given.transfer, inflight="abort_resume", seeded=False, adapters=given.rank > 0,
     )  # fmt: skip
     given.folder.mkdir(parents=True, exist_ok=True)
     client = sampler.start(
@@ -76,9 +91,8 @@ async def run(given: argparse.Namespace) -> None:
         rows = await timed(client, weights, given.repeats, given.between)
     finally:
         await client.close()
-    size = 2 * sum(x.size for x in jax.tree.leaves(weights[0])) / 1e6
     medians = ", ".join(f"{name} {statistics.median(row[name] for row in rows):.3f}" for name in rows[0])
-    print(f"{given.model}, {size:.0f} MB, {len(jax.devices())} learner devices, {given.transfer}: {medians}")
+    print(f"{given.model}, {size / 1e6:.0f} MB, {len(jax.devices())} learner devices, {given.transfer}: {medians}")
 
 
 def main() -> None:
@@ -89,6 +103,7 @@ def main() -> None:
         "--folder", type=Path, required=True, help="where weights are published, such as /dev/shm/publication"
     )
     parser.add_argument("--transfer", choices=["orbax", "cuda_ipc"], default="orbax")
+    parser.add_argument("--rank", type=int, default=0, help="of LoRA adapters, which are published alone")
     parser.add_argument("--repeats", type=int, default=6)
     parser.add_argument("--between", type=float, default=5.0, help="seconds that updates take, while older versions go")
     parser.add_argument("--tensor-parallel", type=int, default=1)
