@@ -3,7 +3,7 @@
     PYTHONPATH=. python tests/gpu_fits.py --tokenizer FOLDER --gsm8k FOLDER [--rows=8,24,80,141] [--steps=3]
 
 A row is `gin/grpo_gsm8k.gin` with the row's settings and fewer prompts a step, on a model of random weights and the row's sizes, in a process that may
-allocate as many GiB as the row's device has. --tokenizer is a folder with a Qwen2 or Qwen3 tokenizer, --gsm8k one with train.jsonl and test.jsonl. Exits 1
+allocate what JAX takes of the row's device. --tokenizer is a folder with a Qwen2 or Qwen3 tokenizer, --gsm8k one with train.jsonl and test.jsonl. Exits 1
 where a row ends before its steps are over.
 """
 
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.models.sizes import SHAPES
+from jaxrl_llm.tools.fit import USABLE
 
 ROOT = Path(__file__).parents[1]
 ROW = re.compile(
@@ -57,7 +58,7 @@ def rows_of(run_dir: Path) -> list[dict[str, Any]]:
 
 def measured(row: re.Match[str], given: argparse.Namespace, total_gib: float) -> dict[str, Any]:
     """Runs one row for some steps, ends it before it writes a checkpoint, and returns what a step took."""
-    share = min(float(row["of"]) / total_gib, 0.98)
+    share = min(USABLE * float(row["of"]) / total_gib, 0.98)
     environment = {
         **os.environ,
         "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{share:.4f}",

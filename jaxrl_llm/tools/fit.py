@@ -1,9 +1,10 @@
-"""Chooses settings that fit a device: rows of a micro-batch, rematerialisation, and the optimizer's moments.
+"""Chooses settings that fit a device: rows of a micro-batch, rematerialisation, and where and in what dtype moments and gradients are.
 
 The account adds the state's own shapes, memory beside it (the reference, the sampler's copy of the weights), the gradient of one
 micro-batch beside the sum of several, and the activations by the cost model, which was compared with measured peaks. Among the settings
 that fit, those that change least are preferred: moments in float32 on the device, then the first moment in bfloat16, then both moments
-on the host; among these, those of about the least predicted time.
+on the host, then a micro-batch's gradient in bfloat16 too; among these, those of about the least predicted time. As much as the largest array of a gradient stays free: memory that is
+free in pieces holds none.
 """
 
 import functools
@@ -19,6 +20,7 @@ import jax
 
 from jaxrl_llm.distributed.mesh import Partitioner
 from jaxrl_llm.learner.optimizer import rested
+from jaxrl_llm.models.lora import AdaptedPolicy
 from jaxrl_llm.samplers.embedded.room import taken_bytes
 from jaxrl_llm.samplers.embedded.sampler import EmbeddedSampler
 from jaxrl_llm.samplers.embedded.slots import Capacity
@@ -29,10 +31,10 @@ from jaxrl_llm.train.build import learner_of
 from jaxrl_llm.train.run import Run
 from jaxrl_llm.train.stage import Stage
 
-USABLE = 0.92  # share of a device's memory that JAX takes; the rest is for libraries and fragmentation
+USABLE = 0.92  # share of a device's memory that JAX takes; the rest is for libraries
 REMATS = ("none", "dots", "gate", "projections", "attention", "full")
-# (dtype of the first moment, whether moments are on the host), in order of increasing change.
-MOMENTS = (("float32", False), ("bfloat16", False), ("float32", True))
+# (dtype of the first moment, whether moments are on the host, dtype of a micro-batch's gradient), in order of increasing change.
+KEPT = (("float32", False, None), ("bfloat16", False, None), ("float32", True, None), ("float32", True, "bfloat16"))
 MOST_ROWS = 4096
 CLOSE = 1.1  # factor of the least predicted time within which the setting that recomputes least is taken
 
@@ -46,6 +48,7 @@ class Choice:
       remat: what the backward pass recomputes.
       moments: dtype of the first moment.
       offload: whether the moments are on the host.
+      gradients: dtype of a micro-batch's gradient; None leaves the run's own.
       needed: bytes that the fullest stage takes of a device.
     """
 
@@ -53,6 +56,7 @@ class Choice:
     remat: str
     moments: str
     offload: bool
+    gradients: str | None
     needed: float
 
 
@@ -136,26 +140,38 @@ def held(run: Run, stage: Stage, policy: Any) -> Callable[[int], int]:
     return lambda rows: of(memory.rows_wanted(stage) > rows)
 
 
+def room(run: Run, policy: Any, device: Device) -> float:
+    """Returns the bytes of a device that a run may need: what JAX takes, less the largest array of a gradient in float32."""
+    trees = [learner_of(stage, policy, 0).gradients for stage in run.stages]
+    return USABLE * device.bytes - max(memory.size(leaf) for leaf in jax.tree.leaves(trees))
+
+
 # -- the choice --------------------------------------------------------------------------------------------------------
 
 
 def choose(run: Run, device: Device) -> Choice | None:
     """Chooses settings for a run on a device; returns None where none of those tried fits. Equal runs and devices give equal choices."""
     policy = run.policy.policy(Partitioner.create(run.mesh))
-    for moments, offload in MOMENTS:
-        stages = [
-            replace(s, optimizer=replace(s.optimizer, moments_dtype=moments, offload=offload)) for s in run.stages
-        ]
+    most_bytes = room(run, policy, device)
+    rounds = policy.compute_dtype == "bfloat16" and not isinstance(
+        policy, AdaptedPolicy
+    )  # else gradients in bfloat16 are refused
+    for moments, offload, gradients in KEPT if rounds else KEPT[:-1]:
+        change = functools.partial(replace, moments_dtype=moments, offload=offload)
+        change = functools.partial(change, gradients_dtype=gradients) if gradients else change
+        stages = [replace(s, optimizer=change(s.optimizer)) for s in run.stages]
         resident = [held(run, s, policy) for s in stages]
         found: list[tuple[float, Choice]] = []
         for remat in REMATS:
-            fitting = [_rows(s, policy, remat, h, USABLE * device.bytes) for s, h in zip(stages, resident, strict=True)]
+            fitting = [_rows(s, policy, remat, h, most_bytes) for s, h in zip(stages, resident, strict=True)]
             if all(fitting):
                 most = max(
                     h(r) + working(policy, s, remat, r) for s, h, r in zip(stages, resident, fitting, strict=True)
                 )
                 seconds = sum(_seconds(s, policy, remat, r) * s.updates for s, r in zip(stages, fitting, strict=True))
-                choice = Choice(rows=tuple(fitting), remat=remat, moments=moments, offload=offload, needed=most)
+                choice = Choice(
+                    rows=tuple(fitting), remat=remat, moments=moments, offload=offload, gradients=gradients, needed=most
+                )
                 found.append((seconds, choice))
         if found:
             least = min(seconds for seconds, _ in found)
@@ -167,14 +183,14 @@ def _tokens(stage: Stage, rows: int, policy: Any) -> int:
     return rows // policy.partitioner.batch_shards * stage.packing.row_tokens
 
 
-def _rows(stage: Stage, policy: Any, remat: str, held: Callable[[int], int], room: float) -> int:
+def _rows(stage: Stage, policy: Any, remat: str, held: Callable[[int], int], most: float) -> int:
     """Returns the most rows, shards x 2^k and no more than a mini-batch fills, that fit; 0 where one row per shard does not."""
     shards = policy.partitioner.batch_shards
     tried = [shards]
     while tried[-1] < min(memory.rows_wanted(stage), MOST_ROWS):
         tried.append(2 * tried[-1])
     # Rows that hold a whole mini-batch need no second gradient, and may fit where half of them do not.
-    return max((rows for rows in tried if held(rows) + working(policy, stage, remat, rows) <= room), default=0)
+    return max((rows for rows in tried if held(rows) + working(policy, stage, remat, rows) <= most), default=0)
 
 
 def _seconds(stage: Stage, policy: Any, remat: str, rows: int) -> float:
@@ -198,6 +214,7 @@ def lines(run: Run, config: str, choice: Choice) -> list[str]:
         f"sources.PolicySource.remat = {choice.remat!r}",
         f"train.Optimizer.moments_dtype = {choice.moments!r}",
         f"train.Optimizer.offload = {choice.offload}",
+        *([f"train.Optimizer.gradients_dtype = {choice.gradients!r}"] if choice.gradients else ()),
     ]
 
 
@@ -246,7 +263,7 @@ def verdict(run: Any, config: str, device: Device) -> Verdict | None:
         return None
     policy = run.policy.policy(Partitioner.create(run.mesh))
     takes = needed(run, policy)
-    if takes <= USABLE * device.bytes:
+    if takes <= room(run, policy, device):
         return None
     choice = choose(run, device)
     held = max(sum(memory.state(s, policy).values()) + beside(run, s, policy) for s in run.stages)
