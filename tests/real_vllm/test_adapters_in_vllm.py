@@ -133,3 +133,21 @@ def test_a_request_ends_with_its_version_while_others_begin_with_the_next(served
             await drawn(http, 1)
 
     carried_out(served, steps)
+
+
+def test_the_newest_version_waits_for_none_of_those_in_flight(served, folders):
+    async def steps(http: VllmHttp) -> None:
+        names = [alone.named("ef", version, 1) for version in range(alone.VERSIONS)]
+        early = []
+        for version, name in enumerate(names[:-1]):
+            await alone.load(http, name, folders[version % 2])
+            http.version, http.adapter = version, name
+            early.append(asyncio.create_task(drawn(http, 300)))
+            await asyncio.sleep(0.2)
+        await alone.load(http, names[-1], folders[1])
+        http.adapter = names[-1]
+        await http.score(PROMPT, LIKELY, 0)
+        assert not any(one.done() for one in early)
+        assert [len(one.tokens) for one in await asyncio.gather(*early)] == [300] * len(early)
+
+    carried_out(served, steps)

@@ -5,8 +5,8 @@ of one version. No name is used twice: a server that knows it has its weights, a
 does not know the name, answers 404, and is updated to the newest version again. Learners with different names for their adapters may
 share a server and its base.
 
-The server loads the base at its start. It needs --enable-lora, --max-lora-rank, --max-loras 2 or more, and the environment variable
-VLLM_ALLOW_RUNTIME_LORA_UPDATING=True.
+The server loads the base at its start. It needs --enable-lora, --max-lora-rank, --max-loras (MAX_STALENESS + 2: vLLM
+schedules no request of further adapters until all of one's are over), and the environment variable VLLM_ALLOW_RUNTIME_LORA_UPDATING=True.
 
 FOLDER/v00000012/ holds adapter_config.json, adapter_model.safetensors and manifest.json (version and canary); it appears complete or
 not at all. One program converts all adapters on the devices, and process 0 writes them: they are a few hundredths of the weights.
@@ -41,11 +41,12 @@ from jaxrl_llm.samplers.vllm.server_api import LOAD, VllmHttp
 
 UNLOAD, MODELS = "/v1/unload_lora_adapter", "/v1/models"
 RUNTIME = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
+VERSIONS = 4  # whose requests share a batch: those of a staleness of 2, and the canary of the newest; more wait for the oldest to end
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # values of --max-lora-rank
 
 
 def arguments(rank: int) -> tuple[str, ...]:
-    """Returns a server's options for adapters of a rank; two versions share a batch while the older one's requests end.
+    """Returns a server's options for adapters of a rank, with room for VERSIONS of them.
 
     Raises:
       ValueError: vLLM takes no adapters of that rank.
@@ -55,7 +56,7 @@ def arguments(rank: int) -> tuple[str, ...]:
         raise ValueError(
             f"lora.LoRA.rank must be 1..{RANKS[-1]} for adapters in vLLM (got {rank}): lower it, or set vllm.VllmSampler.adapters = False"
         )
-    return ("--enable-lora", "--max-lora-rank", str(fitting[0]), "--max-loras", "2", "--load-format", "auto")
+    return ("--enable-lora", "--max-lora-rank", str(fitting[0]), "--max-loras", str(VERSIONS), "--load-format", "auto")
 
 
 def named(learner: str, version: int, publication: int) -> str:

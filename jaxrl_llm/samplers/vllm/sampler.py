@@ -120,7 +120,7 @@ class VllmSampler(Limits):
       control_s: most seconds of one step of an update.
       adapters: True publishes LoRA adapters alone, which servers load beside the base that they hold from their start: there is no
         pause, and a request keeps its adapters to its end, whatever `inflight` says. Local servers get the base from the learner once;
-        those of `urls` already serve it, with --enable-lora, --max-lora-rank of the rank or more, --max-loras 2, and
+        those of `urls` already serve it, with --enable-lora, --max-lora-rank of the rank or more, --max-loras of the staleness + 2, and
         VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, and read the folder of `publication`. False publishes the sum of base and adapters.
       record_routes: record the experts that each token goes to, for train.Router.replay = "R3" and for `router/differs`: servers of
         `urls` need --enable-return-routed-experts.
