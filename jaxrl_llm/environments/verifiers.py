@@ -37,7 +37,8 @@ class Taskset:
       count: most tasks.
       path: folders in which the worker's Python finds one's own tasksets and harnesses.
       passed: names of the run's environment variables that the worker gets, where they are set.
-      start_s: most seconds until the worker is ready.
+      start_s: most seconds until a worker is ready.
+      workers: processes that play; what a game computes holds up the others of its process.
     """
 
     python: str
@@ -49,10 +50,11 @@ class Taskset:
     path: Sequence[str] = ()
     passed: Sequence[str] = (*PASSED, "NLTK_DATA", "HF_HOME", "HF_HUB_OFFLINE")
     start_s: float = 300.0
+    workers: int = 1
 
     def __post_init__(self) -> None:
         components.at_least(self, 0, "first")
-        components.at_least(self, 1, "count")
+        components.at_least(self, 1, "count", "workers")
         components.above(self, 0, "start_s")
 
     def rows(self) -> Sequence[Prompt]:
@@ -96,7 +98,7 @@ class Taskset:
 
 @dataclass(frozen=True, kw_only=True)
 class Verifiers:
-    """Lets a worker of verifiers play each rollout; tokens and versions are those of the rollout's own session.
+    """Lets workers of verifiers play the rollouts; tokens and versions are those of the rollout's own session.
 
     The rewards of the traces have names and verifiers' weights; an error that verifiers records makes the rollout invalid. Text from outside is
     encoded by verifiers' renderers, which do not keep control tokens out of it.
@@ -108,7 +110,7 @@ class Verifiers:
 
     taskset: Taskset
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    _workers: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Worker]" = field(
+    _workers: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Workers]" = field(
         init=False, repr=False, compare=False, default_factory=weakref.WeakKeyDictionary
     )
 
@@ -119,13 +121,13 @@ class Verifiers:
             raise ValueError(f"the prompt {prompt.id!r} is no task of verifiers: take Taskset as the stage's data")
         return Player(self, int(prompt.extra[COLUMN]))
 
-    def worker(self) -> "Worker":
-        """Returns the worker of this event loop."""
-        return self._workers.setdefault(asyncio.get_running_loop(), Worker(self.taskset))
+    def workers(self) -> "Workers":
+        """Returns the workers of this event loop."""
+        return self._workers.setdefault(asyncio.get_running_loop(), Workers(self.taskset))
 
     async def close(self) -> None:
-        """Ends the worker; a later rollout starts it anew."""
-        await self.worker().close()
+        """Ends the workers; a later rollout starts one anew."""
+        await self.workers().close()
 
 
 @dataclass(frozen=True)
@@ -142,16 +144,36 @@ class Player:
             "task": self.number, "base_url": endpoint.base_url, "key": endpoint.key, "model": endpoint.model,
             "sampling": dict(self.config.sampling),
         }  # fmt: skip
-        found = await self.config.worker().ask(asked)
+        found = await self.config.workers().ask(asked)
         if not found["ok"]:
             raise RuntimeError("; ".join(found["errors"]) or "verifiers says that the episode is not ok, and no error")
         return Ending(rewards=numbers(found["rewards"]), stop=found["stop"], info=found["info"])
 
 
-class Worker:
-    """A worker process, started at the first use and anew after it ended; it ends when its standard input does."""
+class Workers:
+    """Processes of one taskset, of which each request goes to the one that plays least."""
 
     def __init__(self, taskset: Taskset) -> None:
+        self._all = [Worker(taskset) for _ in range(taskset.workers)]
+
+    async def ask(self, what: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the answer to a request; raises as `Worker.ask` does."""
+        return await min(self._all, key=lambda worker: worker.playing).ask(what)
+
+    async def close(self) -> None:
+        """Ends the processes and what they started."""
+        await asyncio.gather(*(worker.close() for worker in self._all))
+
+
+class Worker:
+    """A worker process, started at the first use and anew after it ended; it ends when its standard input does.
+
+    Attributes:
+      playing: number of requests without an answer yet.
+    """
+
+    def __init__(self, taskset: Taskset) -> None:
+        self.playing = 0
         self._taskset = taskset
         self._starting = asyncio.Lock()
         self._process: asyncio.subprocess.Process | None = None
@@ -161,6 +183,13 @@ class Worker:
     async def ask(self, what: Mapping[str, Any]) -> dict[str, Any]:
         """Sends a request and returns its answer; a request that is given up is cancelled in the worker. Raises RuntimeError where the
         worker ends."""
+        self.playing += 1
+        try:
+            return await self._answer(what)
+        finally:
+            self.playing -= 1
+
+    async def _answer(self, what: Mapping[str, Any]) -> dict[str, Any]:
         process = await self._started()
         id = secrets.token_hex(8)
         answer = self._waiting[id] = asyncio.get_running_loop().create_future()
