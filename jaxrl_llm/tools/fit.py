@@ -35,6 +35,7 @@ USABLE = 0.92  # share of a device's memory that JAX takes; the rest is for libr
 REMATS = ("none", "dots", "gate", "projections", "attention", "full")
 # (dtype of the first moment, whether moments are on the host, dtype of a micro-batch's gradient), in order of increasing change.
 KEPT = (("float32", False, None), ("bfloat16", False, None), ("float32", True, None), ("float32", True, "bfloat16"))
+GRADIENTS = "train.Optimizer.gradients_dtype"
 MOST_ROWS = 4096
 CLOSE = 1.1  # factor of the least predicted time within which the setting that recomputes least is taken
 
@@ -214,7 +215,7 @@ def lines(run: Run, config: str, choice: Choice) -> list[str]:
         f"sources.PolicySource.remat = {choice.remat!r}",
         f"train.Optimizer.moments_dtype = {choice.moments!r}",
         f"train.Optimizer.offload = {choice.offload}",
-        *([f"train.Optimizer.gradients_dtype = {choice.gradients!r}"] if choice.gradients else ()),
+        *([f"{GRADIENTS} = {choice.gradients!r}"] if choice.gradients else ()),
     ]
 
 
@@ -287,6 +288,9 @@ def bindings_of(run: Run, config: str) -> Sequence[str]:
     if not file.is_file():
         return chosen
     text = file.read_text()
-    names = [line.partition(" = ")[0] for line in chosen]
-    before = [found[0] for n in names if (found := re.search(rf"^{re.escape(n)} = .*$", text, re.MULTILINE))]
-    return before if len(before) == len(names) else chosen
+    always = [name for name in (line.partition(" = ")[0] for line in chosen) if name != GRADIENTS]
+    before = [found[0] for n in always if (found := re.search(rf"^{re.escape(n)} = .*$", text, re.MULTILINE))]
+    if len(before) < len(always):
+        return chosen
+    own = re.search(rf"^{re.escape(GRADIENTS)} = .*$", text, re.MULTILINE)
+    return [*before, own[0]] if own else before

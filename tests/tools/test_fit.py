@@ -153,6 +153,10 @@ def test_rows_that_are_auto_are_chosen_at_the_start_and_kept_by_a_resumed_run(
     (tmp_path / "run" / "config.gin").write_text(config.replace(f"\nROWS = {rows}\n", "\nROWS = 8\n"))
     assert launched(tmp_path / "run", **LARGER, ROWS="'auto'") == 0
     assert runs[-1][0].stages[0].packing.rows == 8, "what the folder was begun with"
+    with (tmp_path / "run" / "config.gin").open("a") as file:
+        file.write("\ntrain.Optimizer.gradients_dtype = 'float32'\n")
+    kept = fit.bindings_of(*runs[0])
+    assert kept[-1] == "train.Optimizer.gradients_dtype = 'float32'" and "ROWS = 8" in kept
     with pytest.raises(ValueError, match=r"train.Packing.rows must be a whole number >= 1, or 'auto' \(got 'many'\)"):
         built(tmp_path, ROWS="'many'")
     monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "127.0.0.1:1")
