@@ -11,7 +11,8 @@ from jaxrl_llm.protocols import Endpoint
 
 
 async def play(task: Task, endpoint: Endpoint) -> None:
-    """Asks, answers the calls of each turn, and ends with the turn that calls nothing, or with the request that a limit refuses."""
+    """Asks, answers the calls of each turn, also those that cannot be read and stand in its text, and ends with the turn that calls
+    nothing, or with the request that a limit refuses."""
     messages = [*task.messages]
     async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {endpoint.key}"}) as http:
         while True:
@@ -20,10 +21,14 @@ async def play(task: Task, endpoint: Endpoint) -> None:
                 if answer.status != 200:
                     return
                 message = (await answer.json())["choices"][0]["message"]
-            calls = message.get("tool_calls") or []
-            if not calls:
+            answers = {c["id"]: calculated(c) for c in message.get("tool_calls") or []}
+            answers |= {f"unread{i}": "?" for i in range((message.get("content") or "").count("<tool_call>"))}
+            if not answers:
                 return
-            messages += [message, *({"role": "tool", "tool_call_id": c["id"], "content": calculated(c)} for c in calls)]
+            messages += [
+                message,
+                *({"role": "tool", "tool_call_id": i, "content": said} for i, said in answers.items()),
+            ]
 
 
 def calculated(call: dict[str, Any]) -> str:

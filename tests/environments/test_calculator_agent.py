@@ -12,6 +12,8 @@ from jaxrl_llm.environments.coroutine import Coroutine
 SAID = {
     "a call and an answer": [call("calc", '{"of": "47+85"}'), "132"],
     "two calls, one of them wrong": [call("calc", '{"of": 3}'), call("calc", '{"of": "47+85"}'), "It is 132."],
+    "a call that cannot be read": ['<tool_call>{"name": "calc", "arg</tool_call>', "132"],
+    "a call that does not end": ['<tool_call>{"name": "calc", "arguments": {"of": "47+', "132"],
     "no call": ["132"],
 }
 
