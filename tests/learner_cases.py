@@ -88,8 +88,8 @@ def make_stats() -> dict[str, np.ndarray]:
 
 
 @cache
-def make_batch() -> Batch:
-    """The step in one micro-batch, with two sequences to spare in the batch."""
+def make_batch(rows: int = PACKING.rows) -> Batch:
+    """The step in one micro-batch of `rows` rows, with two sequences to spare in the batch."""
     sampler = make_stats()["sampler_logprobs"]
     rollouts = [replace(r, sampler_logprobs=x[: len(r.tokens)]) for r, x in zip(make_rollouts(), sampler)]
     groups = []
@@ -97,7 +97,7 @@ def make_batch() -> Batch:
         rewards = make_rewards()[start : start + MEMBERS]
         groups.append(make_group(rollouts[start : start + MEMBERS], {"r": rewards}, {"r": np.isfinite(rewards)}))
     sizes = {"response_tokens": RESPONSE, "capacity": GROUPS * MEMBERS + 2}
-    return Batch.build(groups, PACKING, minibatches=1, sources=["s"], **sizes)
+    return Batch.build(groups, replace(PACKING, rows=rows), minibatches=1, sources=["s"], **sizes)
 
 
 def split(members: Sequence[Sequence[int]]) -> Batch:

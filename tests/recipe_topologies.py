@@ -16,9 +16,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 NAMED = re.compile(r"^# TPUs: ([\w:]+)", re.MULTILINE)
-# What a user must say beside the file; GSM8K is the stand-in of train/every_recipe.py.
+# What a user must say beside the file; GSM8K is the stand-in of train/every_recipe.py, and 16 chips share no 8 rows.
 ASKED: Mapping[str, Sequence[str]] = {
-    "grpo_gsm8k": ("PRETRAINED='Qwen/Qwen2.5-Math-1.5B'", "GSM8K_PATH='data_sets/grade_school'")
+    "grpo_gsm8k": ("PRETRAINED='Qwen/Qwen2.5-Math-1.5B'", "GSM8K_PATH='data_sets/grade_school'"),
+    "bupo_qwen3_4b": ("ROWS=16",),
 }
 # Of what launch says, the lines by the compiler.
 SAID = re.compile(r"(model |programs of |  \w+ +[\d.]+ of |    estimate |    exchanges |    warning|peak of |error: )")

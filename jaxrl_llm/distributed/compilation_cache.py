@@ -149,14 +149,17 @@ def _check_owner(*folders: Path) -> None:
 
 
 def trim(base: Path, now: float) -> None:
-    """Deletes programs that were neither read nor written for UNREAD_S seconds, and folders that are empty then."""
+    """Deletes programs that were neither read nor written for UNREAD_S seconds, and folders that are empty by that.
+
+    A folder that holds nothing otherwise may be of a start that still compiles its first program.
+    """
+    left = set()
     for file in base.glob("*/*"):
         with contextlib.suppress(OSError):  # another start deletes it too
             found = file.stat()
             if file.is_file() and now - max(found.st_atime, found.st_mtime) > UNREAD_S:
                 file.unlink()
-    own = machine()
-    for folder in base.iterdir():
-        if folder.name != own and folder.is_dir():
-            with contextlib.suppress(OSError):  # it is not empty
-                folder.rmdir()
+                left.add(file.parent)
+    for folder in left - {base / machine()}:
+        with contextlib.suppress(OSError):  # it is not empty
+            folder.rmdir()

@@ -80,8 +80,9 @@ def test_a_folder_that_cannot_be_made_is_said(tmp_path):
     assert "JAX_COMPILATION_CACHE_DIR" not in environment
 
 
-def test_what_was_not_read_for_a_month_is_deleted(tmp_path):
+def test_what_was_not_read_for_a_month_is_deleted_and_a_folder_whose_first_program_is_still_compiled_is_not(tmp_path):
     now = time.time()
+    (tmp_path / "begun").mkdir()
     month = 31 * 24 * 3600
     for name, atime, mtime in (
         ("old/a", now - month, now - month),
@@ -93,7 +94,7 @@ def test_what_was_not_read_for_a_month_is_deleted(tmp_path):
         file.write_text("")
         os.utime(file, (atime, mtime))
     compilation_cache.trim(tmp_path, now)
-    assert sorted(str(f.relative_to(tmp_path)) for f in tmp_path.rglob("*")) == ["here", "here/b", "here/c"]
+    assert sorted(str(f.relative_to(tmp_path)) for f in tmp_path.rglob("*")) == ["begun", "here", "here/b", "here/c"]
 
 
 def test_the_machine_is_named_once_however_many_files_lie_beside_its_folder(tmp_path, monkeypatch):
@@ -103,7 +104,6 @@ def test_the_machine_is_named_once_however_many_files_lie_beside_its_folder(tmp_
         (tmp_path / f"jit_{number}-cache").write_text(
             ""
         )  # as where a folder of programs is named by JAX's own variable
-    (tmp_path / "another").mkdir()
     (tmp_path / name).mkdir()
     compilation_cache.trim(tmp_path, time.time())
     assert len(asked) == 1 and len(list(tmp_path.iterdir())) == 51 and (tmp_path / name).is_dir()
