@@ -79,6 +79,8 @@ class SamplingParams:
       repetition_penalty: divides positive (multiplies negative) logits of tokens seen before; 1 is off.
       stop_token_ids: token ids that end a response; the id itself is kept.
       stop_strings: strings whose appearance in the text ends a response; the tokens are kept.
+      adapter: name of the adapters that draw, where a sampler has loaded several (embedded.EmbeddedSampler.loaded); '' for the published
+        policy.
     """
 
     max_tokens: int = 256
@@ -90,6 +92,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
+    adapter: str = ""
 
     def __post_init__(self) -> None:
         components.at_least(self, 1, "max_tokens")
@@ -101,14 +104,9 @@ class SamplingParams:
 
     @property
     def plain(self) -> bool:
-        """Whether tokens are drawn from the tempered softmax alone, the distribution whose log-probs the learner computes."""
-        return (
-            self.temperature > 0
-            and self.top_k == 0
-            and self.top_p == 1
-            and self.min_p == 0
-            and self.repetition_penalty == 1
-        )
+        """Whether tokens are drawn from the policy's tempered softmax alone, the distribution whose log-probs the learner computes."""
+        others = (self.top_k, self.top_p, self.min_p, self.repetition_penalty, self.adapter)
+        return self.temperature > 0 and others == (0, 1, 0, 1, "")
 
     def greedy(self) -> "SamplingParams":
         """Returns the same limits and stops, with the likeliest token at each step."""

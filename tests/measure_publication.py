@@ -91,7 +91,8 @@ async def serve(number: int) -> None:
     from aiohttp import web
     from fake_vllm import FakeVllm, answer
 
-    from jaxrl_llm.publication.reader import OrbaxReader, Stager, Target, whole_box
+    from jaxrl_llm.publication.parts import Target, whole_box
+    from jaxrl_llm.publication.reader import OrbaxReader, Stager
 
     class Staging(FakeVllm):
         stager = Stager()

@@ -24,22 +24,33 @@ from jaxrl_llm.kernels import dispatch
 from jaxrl_llm.kernels.ordered import arithmetic
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["weights", "a", "b"], meta_fields=["scale"])
+@partial(jax.tree_util.register_dataclass, data_fields=["weights", "a", "b", "rows"], meta_fields=["scale", "sets"])
 @dataclass(frozen=True)
 class Adapted:
     """Weights with a separate adapter of low rank, `weights + scale x a b`; see models/lora.py.
 
     Attributes:
       weights: [*in, *out].
-      a: [*in, rank].
-      b: [rank, *out].
+      a: [*in, rank], for several sets side by side [*in, sets x rank].
+      b: [rank, *out], or [sets x rank, *out].
       scale: weight of the adapter.
+      sets: number of sets; see samplers/embedded/shelf.py.
+      rows: int32 [B] the set of each row of activations; None for one set.
     """
 
     weights: Any
     a: Any
     b: Any
     scale: float
+    sets: int = 1
+    rows: Any = None
+
+    def own(self, low: Float[Array, "B T R"]) -> Float[Array, "B T R"]:
+        """Returns the products with `a` of each row's own set, and 0 in the place of others."""
+        if self.sets == 1:
+            return low
+        owner = jnp.arange(low.shape[-1]) // (low.shape[-1] // self.sets)
+        return jnp.where((owner == self.rows[:, None])[:, None], low, 0)
 
     def __getitem__(self, index: Any) -> "Adapted":
         """Returns itself, since layers read a parameter as `parameter[...]`."""
@@ -139,7 +150,7 @@ def linear(
         total = jnp.tensordot(x, weights.values.astype(x.dtype), inputs, preferred_element_type=jnp.float32)
         return (total * weights.scale).astype(x.dtype)
     if isinstance(weights, Adapted):
-        low = _product(_product(x, weights.a, inputs, None), weights.b, 1, None)
+        low = _product(weights.own(_product(x, weights.a, inputs, None)), weights.b, 1, None)
         return _product(x, weights.weights, inputs, None) + weights.scale * low
     kernel, stored = unwrapped(weights)
     if inputs > 1 or stored is None or stored.rows is None or any(stored.spec[1:]) or dispatch.ordered():

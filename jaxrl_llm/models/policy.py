@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -285,7 +285,7 @@ class Policy:
         def leaf(path: tuple[Any, ...], x: Any) -> Any:
             if isinstance(x, Adapted):
                 a, b = adapter_shapes(own[path], x.a, x.b)
-                return Adapted(leaf(path, x.weights), padding.cut(x.a, a), padding.cut(x.b, b), x.scale)
+                return replace(x, weights=leaf(path, x.weights), a=padding.cut(x.a, a), b=padding.cut(x.b, b))
             if isinstance(x, Quantized):
                 outputs = own[path][x.values.ndim - x.scale.ndim + 1 :]
                 return Quantized(leaf(path, x.values), padding.cut(x.scale, (x.scale.shape[0], *outputs)))

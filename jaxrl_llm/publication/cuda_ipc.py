@@ -15,7 +15,8 @@ from itertools import combinations
 from typing import Any, Protocol, runtime_checkable
 
 from jaxrl_llm.publication.manifest import Manifest, element_type
-from jaxrl_llm.publication.reader import BadVersion, Target, check_forward
+from jaxrl_llm.publication.parts import Target
+from jaxrl_llm.publication.reader import BadVersion, check_forward
 
 _HANDLE_BYTES = 64
 _ALIGNED = 256  # bytes to which the beginnings of tensors are aligned

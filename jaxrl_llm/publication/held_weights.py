@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.publication.manifest import digits, weights_of
-from jaxrl_llm.publication.reader import Target
+from jaxrl_llm.publication.parts import Target
 
 _ELEMENTS = 1 << 22  # elements that are summed at a time
 _WIDER = {("bfloat16", "float32"), ("float16", "float32")}  # (published type, wider type that holds each of its values)

@@ -2,12 +2,11 @@
 
 import ctypes
 import json
-import math
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,44 +18,14 @@ import tensorstore as ts
 
 from jaxrl_llm.publication import object_store
 from jaxrl_llm.publication.forward import differences
-from jaxrl_llm.publication.manifest import FILE, WEIGHTS, Manifest, digits, element_type, partial_sum
+from jaxrl_llm.publication.manifest import FILE, WEIGHTS, Manifest, digits, element_type
+from jaxrl_llm.publication.parts import Box, Kept, Target, in_one_block, summed, total
 
-Box = tuple[slice, ...]
-_ALIGNMENT = 64  # bytes
-_SUMMED_BYTES = 1 << 26  # most bytes that one thread sums at a time
 _THREADS = 8  # most threads that compute sums
 
 
 class BadVersion(ValueError):
     """Raised for a published version that must not be loaded: incomplete, damaged, or of another model."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Target:
-    """One rank's part of one tensor.
-
-    Attributes:
-      shape: shape of the whole tensor.
-      box: the part that the rank loads, one slice with a start and a stop for each axis.
-      counted: whether this rank's part counts in the tensor's checksum; of ranks that load the same part, one counts. Each rank checks
-        a tensor that every rank loads whole.
-      divided: whether the ranks load different parts, even where this one's is the whole tensor and the others' are empty.
-    """
-
-    shape: tuple[int, ...]
-    box: Box
-    counted: bool = True
-    divided: bool = False
-
-    @property
-    def whole(self) -> bool:
-        """Whether every rank's part is the whole tensor."""
-        return not self.divided and self.box == whole_box(self.shape)
-
-
-def whole_box(shape: Sequence[int]) -> Box:
-    """Returns the box that covers a whole tensor."""
-    return tuple(slice(0, n) for n in shape)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +38,7 @@ class StagedVersion:
       sums: for tensors that the rank reads in part, its part's contribution to the checksum.
       totals: the sum of each part, counted in the checksum or not, 0 <= sum < 2^32.
       nbytes: number of bytes read.
+      unchanged: number of bytes of parts that were there already.
     """
 
     manifest: Manifest
@@ -76,6 +46,7 @@ class StagedVersion:
     sums: Mapping[str, int]
     totals: Mapping[str, int]
     nbytes: int
+    unchanged: int = 0
 
 
 class OrbaxReader:
@@ -240,7 +211,8 @@ def read_version(
       version: the number it must have.
       targets: the rank's parts by name.
       cancelled: called after each tensor; reading ends with BadVersion where it returns True.
-      allocate: returns a block of the given number of bytes, which then belongs to the parts.
+      allocate: returns a block of the given number of bytes, which then belongs to the parts; parts that the block of a `Kept` holds
+        already are not read.
       forward: settings of the forward pass of the model that loads the version; None leaves them unchecked.
 
     Raises:
@@ -250,32 +222,25 @@ def read_version(
     check_names(reader, version, targets)
     if forward is not None:
         check_forward(path, reader.manifest.forward, forward)
-    parts = _in_one_block(reader.manifest, targets, allocate)
-    boxes = {name: (target.box, parts[name]) for name, target in targets.items()}
-    adding = {}
+    kept = allocate if isinstance(allocate, Kept) else Kept(allocate)
+    parts, adding = in_one_block(reader.manifest, targets, kept), {}
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as threads:
+        same = kept.take(reader.manifest, parts, targets, threads)
+        boxes = {name: (target.box, parts[name]) for name, target in targets.items() if name not in same}
         for name in reader.read_into(boxes):
             if cancelled():
                 raise BadVersion(f"{path}: reading was given up for another version")
-            blocks = _blocks(parts[name], targets[name])
-            adding[name] = [threads.submit(partial_sum, *block, targets[name].shape) for block in blocks]
-    totals = {name: sum(block.result() for block in blocks) % (1 << 32) for name, blocks in adding.items()}
+            adding[name] = summed(threads, parts[name], targets[name])
+    read = {name: total(blocks) for name, blocks in adding.items()}
+    totals = {name: same[name] if name in same else read[name] for name in targets}
     check_sums(path, reader.manifest, {name: total for name, total in totals.items() if targets[name].whole})
     divided = {name: target for name, target in targets.items() if not target.whole}
     sums = {name: totals[name] if target.counted else 0 for name, target in divided.items()}
-    nbytes = sum(part.nbytes for part in parts.values())
-    return StagedVersion(manifest=reader.manifest, parts=parts, sums=sums, totals=totals, nbytes=nbytes)
-
-
-def _blocks(part: np.ndarray, target: Target) -> Iterator[tuple[np.ndarray, tuple[int, ...]]]:
-    """Yields a rank's part of a tensor in blocks of some rows, each with its origin in the whole tensor."""
-    origin = tuple(axis.start for axis in target.box)
-    if part.nbytes <= _SUMMED_BYTES:
-        yield part, origin
-        return
-    rows = max(1, _SUMMED_BYTES * len(part) // part.nbytes)
-    for first in range(0, len(part), rows):
-        yield part[first : first + rows], (origin[0] + first, *origin[1:])
+    kept.hold(reader.manifest, targets, totals)
+    nbytes, unchanged = (sum(parts[name].nbytes for name in names) for names in (boxes, same))
+    return StagedVersion(
+        manifest=reader.manifest, parts=parts, sums=sums, totals=totals, nbytes=nbytes, unchanged=unchanged
+    )
 
 
 def check_sums(path: str, manifest: Manifest, totals: Mapping[str, int]) -> None:
@@ -289,20 +254,6 @@ def check_sums(path: str, manifest: Manifest, totals: Mapping[str, int]) -> None
         )
 
 
-def _in_one_block(
-    manifest: Manifest, targets: Mapping[str, Target], allocate: Callable[[int], np.ndarray]
-) -> dict[str, np.ndarray]:
-    """Returns uninitialised memory for each part in one block, which is freed as a whole when the parts are."""
-    places, size = {}, 0
-    for name, target in targets.items():
-        shape, dtype = tuple(axis.stop - axis.start for axis in target.box), element_type(manifest.tensors[name].dtype)
-        nbytes = math.prod(shape) * dtype.itemsize
-        places[name] = (slice(size, size + nbytes), shape, dtype)
-        size += math.ceil(nbytes / _ALIGNMENT) * _ALIGNMENT
-    block = allocate(size)
-    return {name: block[place].view(dtype).reshape(shape) for name, (place, shape, dtype) in places.items()}
-
-
 UNKNOWN = -1  # the version of weights that the learner did not publish, or of a model that a commit left partly loaded
 
 
@@ -314,7 +265,7 @@ class Stager:
     ) -> None:
         """Creates an idle stager; `allocate` returns the block into which a version is read, maybe the same one again; `forward` is
         that of `read_version`."""
-        self._allocate, self._forward = allocate, forward
+        self._kept, self._forward = Kept(allocate), forward
         self._lock = threading.Lock()
         self._reading = threading.Lock()  # one read at a time, since an older one may still write into the block
         self._job = 0
@@ -340,15 +291,22 @@ class Stager:
         with self._lock:
             self._job += 1
             self._began, self._path, self._staged = time.perf_counter(), path, None
-            self._state = {"version": version, "state": state, "error": error, "seconds": 0.0, "bytes": 0}
+            self._state = {
+                "version": version,
+                "state": state,
+                "error": error,
+                "seconds": 0.0,
+                "bytes": 0,
+                "unchanged": 0,
+            }
             return self._job
 
     def _read(self, job: int, path: str, version: int, targets: Mapping[str, Target]) -> None:
-        staged, error, size = None, "", 0
+        staged, error, size = None, "", {"bytes": 0, "unchanged": 0}
         with self._reading:
             try:
-                staged = read_version(path, version, targets, lambda: self._job != job, self._allocate, self._forward)
-                size = staged.nbytes
+                staged = read_version(path, version, targets, lambda: self._job != job, self._kept, self._forward)
+                size = {"bytes": staged.nbytes, "unchanged": staged.unchanged}
             except Exception as failure:
                 error = str(failure) if isinstance(failure, BadVersion) else f"{path}: {failure!r}"
         with self._lock:
@@ -356,12 +314,12 @@ class Stager:
                 self._staged = staged
                 seconds = time.perf_counter() - self._began
                 state = "failed" if error else "staged"
-                self._state = {"version": version, "state": state, "error": error, "seconds": seconds, "bytes": size}
+                self._state = {"version": version, "state": state, "error": error, "seconds": seconds, **size}
         del staged
         give_memory_back()
 
     def status(self) -> dict[str, Any]:
-        """Returns version, state (idle, staging, staged or failed), error, seconds and bytes."""
+        """Returns version, state (idle, staging, staged or failed), error, seconds, bytes read, and bytes unchanged since the last version."""
         with self._lock:
             return dict(self._state)
 
@@ -375,7 +333,8 @@ class Stager:
             return self._staged
 
     def refuse(self, version: int, error: str) -> None:
-        """Drops a staged version that turned out to be bad; `status` then returns the error."""
+        """Drops a staged version that turned out to be bad, of which nothing is kept; `status` then returns the error."""
+        self._kept.clear()
         self._begin("", version, "failed", error)
 
     def drop(self) -> None:

@@ -16,7 +16,8 @@ import numpy as np
 from jaxrl_llm.publication.cuda_ipc import RemoteTensor
 from jaxrl_llm.publication.held_weights import tensor_sum
 from jaxrl_llm.publication.manifest import digits, element_type
-from jaxrl_llm.publication.reader import BadVersion, Box, Target, whole_box
+from jaxrl_llm.publication.parts import Box, Target, whole_box
+from jaxrl_llm.publication.reader import BadVersion
 
 GATE_UP, DOWN = "gate_up_proj", "down_proj"  # ends of the published names
 _OWN = {"w13_weight", "w2_weight"}

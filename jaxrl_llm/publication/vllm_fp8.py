@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxrl_llm.publication.held_weights import Weights, WrongWeights, tensor_sum
-from jaxrl_llm.publication.reader import Target, whole_box
+from jaxrl_llm.publication.parts import Target, whole_box
 
 SCALES = {"weight_scale", "weight_scale_inv"}
 # vLLM's methods that quantize weights while loading, and whether they store them transposed.

@@ -20,7 +20,8 @@ import numpy as np
 from jaxrl_llm.publication import cuda_ipc, held_weights, vllm_experts, vllm_fp8
 from jaxrl_llm.publication.forward import forward_of
 from jaxrl_llm.publication.held_weights import Held, WrongWeights
-from jaxrl_llm.publication.reader import UNKNOWN, BadVersion, StagedVersion, Stager, Target, check_sums, whole_box
+from jaxrl_llm.publication.parts import Target, whole_box
+from jaxrl_llm.publication.reader import UNKNOWN, BadVersion, StagedVersion, Stager, check_sums
 from jaxrl_llm.publication.vllm_targets import held_by, quantized_layers, targets_of
 
 _LOG = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ class OrbaxWorkerExtension:
         return stager.status()
 
     def stage_status(self) -> dict[str, Any]:
-        """Returns version, state (idle, staging, staged or failed), error, seconds and bytes of this rank; and the mark of the last commit."""
+        """Returns this rank's version, state (idle, staging, staged or failed), error, seconds, bytes, unchanged; and the mark of the last commit."""
         return self._orbax_stager.status() | {"mark": mark_of(self._orbax_model)}
 
     def commit(self, version: str | int, mark: str = "") -> dict[str, Any]:
@@ -109,8 +110,7 @@ class OrbaxWorkerExtension:
         targets, device = targets_of(self._orbax_model), self.device  # type: ignore[attr-defined]
         with ExitStack() as stack:
             tensors: Callable[[], Iterator[tuple[str, Any]]] | None = None
-            published: dict[str, tuple[str, int]] = {}
-            error = ""
+            error, published = "", dict[str, tuple[str, int]]()
             try:
                 tensors = reached_tensors(memory, targets, self._orbax_forward, device, stack, published)
             except Exception as unreached:

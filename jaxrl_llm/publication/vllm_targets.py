@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxrl_llm.publication import vllm_experts, vllm_fp8
-from jaxrl_llm.publication.reader import Target, whole_box
+from jaxrl_llm.publication.parts import Target, whole_box
 
 
 def targets_of(model: Any) -> dict[str, Target]:

@@ -70,6 +70,7 @@ class Request:
       max_length: most tokens of a prefix and its completion together.
       version: the oldest policy version that may answer, where several are served at a time.
       conversation: the conversation of which the prefixes are turns, or None.
+      place: the place of the adapters that draw, where a sampler serves several sets.
       open: False once nobody waits for the result.
       groups: finished groups, or the error that ended the engine.
     """
@@ -81,6 +82,7 @@ class Request:
     max_length: int
     version: int = -1
     conversation: Conversation | None = None
+    place: int = 0
     open: bool = True
     groups: asyncio.Queue = field(default_factory=asyncio.Queue)
     _finished: dict[int, dict[int, Completion]] = field(default_factory=dict)
@@ -207,10 +209,15 @@ class Draft:
 
 
 def check(request: Request, vocabulary: int, tokenizer: object) -> None:
-    """Raises ValueError where a request cannot be served: n, seeds, stop strings, or a prefix."""
+    """Raises ValueError where a request cannot be served: its adapter, n, seeds, stop strings, or a prefix."""
     if request.n < 1:
         raise ValueError(f"n must be >= 1 completions of each prefix (got {request.n})")
     seeds, settings = request.seeds, request.settings
+    if settings.adapter and not request.place:
+        raise ValueError(
+            f"SamplingParams.adapter names adapters that embedded.EmbeddedSampler.loaded has room for, and this sampler loads none (got "
+            f"{settings.adapter!r}): set it to ''"
+        )
     if len(seeds) != len(request.prefixes) or not all(0 <= seed < 2**64 for seed in seeds):
         raise ValueError(
             f"sample needs one seed in [0, 2^64) for each prefix (got {len(seeds)} for {len(request.prefixes)}: {seeds})"

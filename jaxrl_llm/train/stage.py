@@ -288,7 +288,7 @@ class Stage:
         if not self.settings.plain:
             raise ValueError(
                 f"training samples of stage {self.name!r} must be drawn from the plain tempered softmax, whose log-probs the learner "
-                f"computes (got {self.settings}): leave top_k, top_p, min_p and repetition_penalty of SamplingParams at their defaults "
+                f"computes (got {self.settings}): leave top_k, top_p, min_p, repetition_penalty and adapter of SamplingParams at their defaults "
                 "and temperature > 0; evaluations may set them"
             )
         old.check(self)

@@ -24,7 +24,8 @@ from sampler_cases import SIZES
 from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner
 from jaxrl_llm.models import hf_format
 from jaxrl_llm.models.policy import Policy
-from jaxrl_llm.publication.reader import BadVersion, Target, read_version, whole_box
+from jaxrl_llm.publication.parts import Target, whole_box
+from jaxrl_llm.publication.reader import BadVersion, read_version
 from jaxrl_llm.samplers.vllm.publisher import Publisher
 from jaxrl_llm.train.checkpoint import Checkpointing, Checkpoints
 

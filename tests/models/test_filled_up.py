@@ -18,7 +18,8 @@ from jaxrl_llm.models.lora import AdaptedPolicy, LoRA
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.models.qwen2 import Qwen2
 from jaxrl_llm.models.qwen3_moe import Qwen3MoE
-from jaxrl_llm.publication.reader import Target, read_version, whole_box
+from jaxrl_llm.publication.parts import Target, whole_box
+from jaxrl_llm.publication.reader import read_version
 from jaxrl_llm.samplers.embedded import decode
 from jaxrl_llm.samplers.vllm.publisher import Publisher
 from jaxrl_llm.samplers.vllm.store_publisher import StorePublisher

@@ -11,7 +11,7 @@ from test_vllm_plugin import staged
 
 from jaxrl_llm.publication.held_weights import tensor_sum
 from jaxrl_llm.publication.manifest import partial_sum
-from jaxrl_llm.publication.reader import Target
+from jaxrl_llm.publication.parts import Target
 from jaxrl_llm.publication.vllm_targets import held_by, targets_of
 
 BFLOAT16 = torch.bfloat16

@@ -24,7 +24,8 @@ from jaxrl_llm.models import hf_format
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.models.qwen2 import Qwen2
 from jaxrl_llm.publication import object_store
-from jaxrl_llm.publication.reader import BadVersion, OrbaxReader, Target, read_version, whole_box
+from jaxrl_llm.publication.parts import Target, whole_box
+from jaxrl_llm.publication.reader import BadVersion, OrbaxReader, read_version
 from jaxrl_llm.samplers.vllm.publisher import default_address, default_folder
 from jaxrl_llm.samplers.vllm.store_publisher import StorePublisher
 

@@ -21,7 +21,8 @@ from jaxrl_llm.publication import cuda_ipc, vllm_experts
 from jaxrl_llm.publication.forward import differences, forward_of
 from jaxrl_llm.publication.held_weights import WrongWeights, compare, tensor_sum
 from jaxrl_llm.publication.manifest import Manifest, TensorEntry, checksum, partial_sum
-from jaxrl_llm.publication.reader import BadVersion, Target
+from jaxrl_llm.publication.parts import Target
+from jaxrl_llm.publication.reader import BadVersion
 from jaxrl_llm.publication.vllm_targets import held_by, targets_of
 from jaxrl_llm.samplers.vllm.publisher import exported, named
 

@@ -17,9 +17,11 @@ from aiohttp.test_utils import TestServer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from published import data_files, write_version
 
+from jaxrl_llm.publication import parts as memory
 from jaxrl_llm.publication import reader
 from jaxrl_llm.publication.manifest import Canary, Manifest, TensorEntry, checksum, digits, partial_sum, weights_of
-from jaxrl_llm.publication.reader import BadVersion, OrbaxReader, Target, check_sums, read_version, whole_box
+from jaxrl_llm.publication.parts import Target, whole_box
+from jaxrl_llm.publication.reader import BadVersion, OrbaxReader, check_sums, read_version
 
 EMBEDDING, QUERY, SQUARE, NORM = (
     "model.embed_tokens.weight",
@@ -164,7 +166,7 @@ def test_the_older_array_format_and_a_narrow_window_read_the_same(tmp_path, use_
 @pytest.mark.parametrize("block", [1 << 26, 100], ids=["one block", "blocks of a row or two"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_read_their_parts_alone_and_their_sums_add_up(tmp_path, monkeypatch, ranks, block):
-    monkeypatch.setattr(reader, "_SUMMED_BYTES", block)
+    monkeypatch.setattr(memory, "_SUMMED_BYTES", block)
     published = tensors(np.float32)
     path = write_version(tmp_path, 1, published)
     totals = dict.fromkeys((EMBEDDING, QUERY, SQUARE), 0)

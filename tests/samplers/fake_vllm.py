@@ -299,7 +299,7 @@ class FakeVllm:
             )
         version, state = self.staged
         status = {"version": version, "state": state, "error": self.stage_error, "seconds": 0.1, "bytes": 8}
-        return await answer({"results": [status | {"mark": self.mark}]})
+        return await answer({"results": [status | {"mark": self.mark, "unchanged": 3}]})
 
 
 class Choice:

@@ -15,7 +15,7 @@ from bitwise_cases import (
 from jaxrl_llm.models.llama3 import Llama3
 from jaxrl_llm.models.qwen2 import Qwen2
 from jaxrl_llm.models.qwen3 import Qwen3
-from jaxrl_llm.samplers.embedded import engine
+from jaxrl_llm.samplers.embedded import engine, weights
 
 FAMILIES = (Qwen2, Qwen3, Llama3)
 
@@ -48,12 +48,12 @@ def test_every_token_of_a_random_model_has_the_learners_log_prob(monkeypatch):
 @pytest.mark.parametrize("seed", [1, 2, 3, 4])
 def test_every_token_of_random_models_has_the_same_bits_in_all_samplers_and_packings(monkeypatch, seed):
     monkeypatch.setattr(engine, "FEWEST", 1)
-    monkeypatch.setattr(engine, "room_apart", lambda policy, params: True)
+    monkeypatch.setattr(weights, "room_apart", lambda policy, params: True)
     case, row, most = drawn_at_random(seed, layers=1 + seed % 2)
     drawn = case.drawn()
     assert len(recorded(drawn)) > 300
     assert np.array_equal(learners(case, drawn, row=row, most=most, seed=seed), recorded(drawn))
-    monkeypatch.setattr(engine, "room_apart", lambda policy, params: False)
+    monkeypatch.setattr(weights, "room_apart", lambda policy, params: False)
     others = replace(case, slots=case.slots + 7, chunk=case.chunk + 1, shrink=2 - case.shrink, prefill=32).drawn()
     for (sequence, _, logprobs), (other, _, again) in zip(drawn, others, strict=True):
         assert sequence.tolist() == other.tolist() and logprobs.tolist() == again.tolist()

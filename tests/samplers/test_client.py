@@ -72,6 +72,17 @@ def test_settings_arrive_in_the_words_of_vllm(start, prefixes):
     asyncio.run(run())
 
 
+def test_what_a_server_read_and_what_it_had_already_is_reported(start, prefixes):
+    async def run() -> None:
+        async with start([FakeVllm()]) as client:  # which says 8 and 3 bytes
+            await client.publish({}, 0)
+            await collect(client, prefixes[:1], 1)
+            found = client.metrics()
+        assert (found["publish/staged_bytes"], found["publish/unchanged_bytes"]) == (8.0, 3.0)
+
+    asyncio.run(run())
+
+
 def test_completions_serve_where_tokens_in_and_out_are_not_to_be_had(start, prefixes):
     async def run() -> None:
         server = FakeVllm(status={"/inference/v1/generate": 403})

@@ -8,57 +8,13 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from sampler_cases import MAX_LENGTH, Letters, Tiny, sample
+from adapter_cases import LOW, PLAIN, adapted, drawn, gaps, start
+from sampler_cases import MAX_LENGTH, Letters, Tiny
 
-from jaxrl_llm.experience import Completion, SamplingParams
 from jaxrl_llm.models import lora
-from jaxrl_llm.models.lora import AdaptedPolicy, LoRA
-from jaxrl_llm.samplers.embedded.engine import Engine
 from jaxrl_llm.samplers.embedded.sampler import EmbeddedSampler
 from jaxrl_llm.train.build import sampled_policy
 from jaxrl_llm.train.trainer import Trainer
-
-PLAIN = SamplingParams(max_tokens=6)
-LOW = LoRA(rank=3, alpha=6.0)
-
-
-def adapted(tiny: Tiny, size: float = 0.3) -> tuple[AdaptedPolicy, Any]:
-    """The tiny policy with adapters, and these away from 0, the same on every mesh."""
-    plain = tiny.policy
-    policy = AdaptedPolicy(plain.architecture, plain.partitioner, plain.compute_dtype, plain.remat, LOW)
-    random = np.random.default_rng(3)
-    draw = lambda like: jax.device_put(random.normal(0, size, like.shape).astype(np.float32), like.sharding)  # noqa: E731
-    return policy, jax.tree.map(draw, policy.abstract())
-
-
-def start(policy: AdaptedPolicy, **fields: Any) -> Engine:
-    return EmbeddedSampler(adapters=True, **fields).start(policy, Letters(), max_length=MAX_LENGTH)
-
-
-def drawn(engine: Engine, params: Any, prefixes: list[np.ndarray], settings: SamplingParams) -> list[list[Completion]]:
-    async def once() -> list[list[Completion]]:
-        await engine.publish(params, 0)
-        groups = await sample(engine, prefixes, 2, settings)
-        await engine.close()
-        return groups
-
-    return asyncio.run(once())
-
-
-def gaps(tiny: Tiny, params: Any, prefixes: list[np.ndarray], groups: list[list[Completion]]) -> np.ndarray:
-    """Log-probs of drawn tokens less those of the learner, by its own forward pass with `params`."""
-    learner, found = replace(tiny, params=params), []
-    for prefix, group in zip(prefixes, groups, strict=True):
-        whole = [np.concatenate([prefix, one.tokens]) for one in group]
-        for one, sequence, logits in zip(group, whole, learner.logits(whole)):
-            rows = logits[len(prefix) - 1 : len(sequence) - 1]
-            stats = (
-                rows
-                - np.log(np.exp(rows - rows.max(1, keepdims=True)).sum(1, keepdims=True))
-                - rows.max(1, keepdims=True)
-            )
-            found.append(one.logprobs - stats[np.arange(len(rows)), one.tokens])
-    return np.concatenate(found)
 
 
 def test_log_probs_are_the_learners_with_adapters_and_not_the_bases(tiny: Tiny, prefixes: list[np.ndarray]) -> None:
@@ -79,7 +35,7 @@ def test_a_mesh_draws_the_tokens_of_one_device_and_divides_adapters(
     policy, adapters = adapted(model)
     engine = start(policy, share_weights=False)
     asyncio.run(engine.publish(policy.joined(adapters, model.params), 0))
-    query = engine._params["layers"]["attention"]["query"]["kernel"]
+    query = engine._weights.params["layers"]["attention"]["query"]["kernel"]
     assert query.a.addressable_shards[0].data.shape == (2, 8, 3)  # [layers, width over fsdp, rank]
     assert query.b.addressable_shards[0].data.shape == (2, 3, 2, 8)  # [layers, rank, heads over tensor, head width]
     groups = drawn(engine, policy.joined(adapters, model.params), prefixes, PLAIN)
@@ -109,7 +65,7 @@ def test_a_base_that_rests_in_the_compute_dtype_is_served_as_it_is_and_adapters_
     base = policy.frozen(model.params)
     engine = start(policy)
     asyncio.run(engine.publish(policy.joined(adapters, base), 0))
-    assert sum(x.nbytes for x in engine._own) == sum(2 * x.size for x in jax.tree.leaves(adapters))
+    assert sum(x.nbytes for x in engine._weights.own) == sum(2 * x.size for x in jax.tree.leaves(adapters))
 
 
 def test_the_sum_is_rounded_where_small_changes_of_adapters_are_not(make: Any, prefixes: list[np.ndarray]) -> None:

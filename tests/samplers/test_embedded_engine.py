@@ -10,8 +10,7 @@ import pytest
 from sampler_cases import VOCABULARY, Letters, sample
 
 from jaxrl_llm.experience import SamplingParams
-from jaxrl_llm.samplers.embedded import engine as engine_module
-from jaxrl_llm.samplers.embedded import slots
+from jaxrl_llm.samplers.embedded import slots, weights
 from jaxrl_llm.samplers.embedded.engine import Engine
 from jaxrl_llm.samplers.embedded.sampler import EmbeddedSampler, served
 from jaxrl_llm.samplers.embedded.slots import bucket
@@ -351,13 +350,13 @@ def test_layers_served_apart_draw_what_stacked_ones_do(make, prefixes, monkeypat
 
     async def twice(engine):
         first = await sample(engine, prefixes, 3, SETTINGS)
-        held = jax.tree.leaves(engine._apart)
+        held = jax.tree.leaves(engine._weights.apart)
         await engine.publish(other.params, 1)
         second = await sample(engine, prefixes, 3, SETTINGS)
         assert all(x.is_deleted() for x in held)
         return tokens(first), tokens(second)
 
     stacked = serving(tiny, twice)
-    monkeypatch.setattr(engine_module, "room_apart", lambda *_: True)
+    monkeypatch.setattr(weights, "room_apart", lambda *_: True)
     assert serving(tiny, twice) == stacked
     assert not any(x.is_deleted() for x in jax.tree.leaves((tiny.params, other.params)))

@@ -17,7 +17,8 @@ from jaxrl_llm import serving
 from jaxrl_llm.models import hf_format
 from jaxrl_llm.publication.manifest import FILE
 from jaxrl_llm.publication.object_store import Store
-from jaxrl_llm.publication.reader import Target, read_version, whole_box
+from jaxrl_llm.publication.parts import Target, whole_box
+from jaxrl_llm.publication.reader import read_version
 from jaxrl_llm.publication.relays.client import Relays
 from jaxrl_llm.publication.relays.server import Relay
 from jaxrl_llm.publication.relays.version import Patience

@@ -3,8 +3,6 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,55 +10,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from adapter_fleet import adapted, running
 from fake_vllm import FakeVllm
-from fleet_cases import ToyPublisher, checked, collect, until
+from fleet_cases import checked, collect, until
 from safetensors.numpy import load_file
 from sampler_cases import MAX_LENGTH, Letters, Tiny
 
 from jaxrl_llm.experience import SamplingParams
 from jaxrl_llm.models import hf_weights
-from jaxrl_llm.models.lora import AdaptedPolicy, LoRA
 from jaxrl_llm.samplers.vllm import adapters as alone
 from jaxrl_llm.samplers.vllm.adapters import AdapterPublisher
 from jaxrl_llm.samplers.vllm.answers import Refused, ServerFault
-from jaxrl_llm.samplers.vllm.client import VllmClient
 from jaxrl_llm.samplers.vllm.sampler import VllmSampler
 
 pytestmark = pytest.mark.usefixtures("quick_heart")
-
-LOW = LoRA(rank=3, alpha=6.0, targets=("q_proj", "o_proj", "down_proj"))
-
-
-class ToyAdapters(ToyPublisher, AdapterPublisher):
-    """Publishes numbers of versions, under the names of a real publisher."""
-
-    def start(self, params: dict[str, Any], version: int) -> Any:
-        self._count += 1
-        return super().start(params, version)
-
-
-def adapted(tiny: Tiny) -> AdaptedPolicy:
-    plain = tiny.policy
-    return AdaptedPolicy(plain.architecture, plain.partitioner, plain.compute_dtype, plain.remat, LOW)
-
-
-@asynccontextmanager
-async def running(tiny: Tiny, folder: Path, servers: Sequence[FakeVllm], **fields: Any) -> AsyncIterator[VllmClient]:
-    for server in servers:
-        await server.start()
-    sampler = VllmSampler(spawn=False, urls=[s.url for s in servers], publication=str(folder), adapters=True, **fields)
-    policy = adapted(tiny)
-    client: Any = sampler.start(policy, Letters(), max_length=MAX_LENGTH, run_dir=folder)
-    assert client.adapted and type(client.publisher) is AdapterPublisher and client.publisher.base is None
-    client.publisher = ToyAdapters(
-        policy=tiny.policy, adapted=policy, folder=folder, dtype="float32", keep=1, canary=np.zeros(0, np.int32)
-    )
-    try:
-        yield client
-    finally:
-        await client.close()
-        for server in servers:
-            await server.kill()
 
 
 def test_requests_end_with_the_adapters_that_they_began_with_and_nothing_is_paused(tiny, tmp_path, prefixes):

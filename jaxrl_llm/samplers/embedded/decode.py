@@ -24,6 +24,7 @@ from jaxrl_llm.models.policy import Params, Policy, adapter_shapes
 from jaxrl_llm.models.transformer import Apart, Cache
 from jaxrl_llm.samplers.embedded import narrow
 from jaxrl_llm.samplers.embedded.choose import Choice, HostOrDevice, draw, noise, plain, read_temperature
+from jaxrl_llm.samplers.embedded.shelf import of_rows
 
 NO_TOKEN = -1
 
@@ -44,6 +45,7 @@ class Slots(NamedTuple):
     stop_ids: HostOrDevice
     seed: HostOrDevice  # uint32 [S, 2]: high and low half
     choice: Choice
+    place: HostOrDevice  # int32 [S]: which set of adapters, where several are served
 
     @classmethod
     def empty(cls, slots: int, stop_ids: int) -> "Slots":
@@ -55,6 +57,7 @@ class Slots(NamedTuple):
             stop_ids=np.full((slots, stop_ids), NO_TOKEN, np.int32),
             seed=np.zeros((slots, 2), np.uint32),
             choice=Choice.empty(slots),
+            place=np.zeros(slots, np.int32),
         )
 
 
@@ -94,6 +97,7 @@ def prefill(
     params: Params,
     tokens: Int[Array, "N T"],
     counts: Int[Array, " N"] | None = None,
+    places: Int[Array, " N"] | None = None,
     *,
     policy: Policy,
     dtype: str | None = None,
@@ -102,8 +106,9 @@ def prefill(
     """Computes the cache of right-padded prompts; with `record`, also the experts of their tokens, [N, T, L, k].
 
     `counts` are the tokens of each prompt that enter a state, all but its last, which `decode` feeds once more; None where no layer
-    holds a state.
+    holds a state. `places` are the prompts' sets of adapters, where several are served.
     """
+    params = of_rows(params, places)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     cache = policy.cache(tokens.shape[0], tokens.shape[1], dtype)
     _, cache, report = policy.routed_extend(params, cache, tokens, positions, fresh=True, counts=counts)
@@ -171,7 +176,7 @@ def decode(
     """
     count = len(slots.last)
     keys = sample_keys(jnp.asarray(slots.seed), jnp.asarray(slots.sample))
-    params, apart = served
+    params, apart = of_rows(served, slots.place)
     head = policy.head(params).astype(policy.compute_dtype)
     if policy.bitwise:  # gathered once instead of at every step
         head = policy.partitioner.constrain(head, (None, None))

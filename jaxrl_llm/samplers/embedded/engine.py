@@ -18,22 +18,18 @@ import numpy as np
 
 from jaxrl_llm.experience import Completion, SamplingParams
 from jaxrl_llm.models.policy import Policy
-from jaxrl_llm.models.transformer import Apart
 from jaxrl_llm.protocols import Conversation, Params
 from jaxrl_llm.samplers.embedded.counters import Counters
-from jaxrl_llm.samplers.embedded.decode import Chunk, Served, check_shapes, layers_apart
-from jaxrl_llm.samplers.embedded.room import announce, fitting, free_bytes, room_apart, taken_bytes
+from jaxrl_llm.samplers.embedded.decode import Chunk
+from jaxrl_llm.samplers.embedded.room import announce, fitting, free_bytes, taken_bytes
+from jaxrl_llm.samplers.embedded.shelf import Shelf
 from jaxrl_llm.samplers.embedded.slots import Capacity, Prefix, SlotBatch, bytes_of
+from jaxrl_llm.samplers.embedded.waiting import finished
+from jaxrl_llm.samplers.embedded.weights import Weights, deleted
 from jaxrl_llm.samplers.requests import Request, check
 
 PromptCompletions = tuple[int, list[Completion]]
 FEWEST = 64  # fewest slots of a shard that a batch shrinks to: with fewer, launches alone take the time of a step
-_TURNS = 16  # turns of the event loop in which an environment's answer becomes the next request; it takes four
-
-
-def deleted(params: Params) -> bool:
-    """Returns whether the learner donated a shared buffer since it was published."""
-    return any(x.is_deleted() for x in jax.tree.leaves(params))
 
 
 @dataclass(eq=False, kw_only=True)
@@ -60,6 +56,7 @@ class Engine:
       keep: whether the slots of conversations are kept between their turns.
       shrink: factor by which a batch shrinks where its last sequences need no more slots and nothing waits; 0 for never.
       adapted: whether it gets adapters beside their base instead of their sum.
+      shelf: the further sets of adapters that may be loaded beside the published one.
       version: the policy version it serves; -1 before the first publication.
     """
 
@@ -75,16 +72,14 @@ class Engine:
     keep: bool = True
     shrink: int = 0
     adapted: bool = False
+    shelf: Shelf = field(default_factory=Shelf)
     version: int = field(default=-1, init=False)
 
     everywhere = True  # all processes of a run call it alike, and decode together
     converses = True
 
     def __post_init__(self) -> None:
-        self._params: dict[str, Any] | None = None
-        self._own: list[jax.Array] = []  # the arrays of `_params` that are not the learner's
-        self._apart: Apart | None = None
-        self._splits: bool | None = None  # whether there is room for `_apart`; known from the first publication on
+        self._weights = Weights(policy=self.policy, serve=self.serve, shelf=self.shelf)
         self._waiting: deque[Prefix] = deque()
         self._requests: set[Request] = set()
         self._task: asyncio.Task | None = None
@@ -122,16 +117,17 @@ class Engine:
             conversations.
 
         Raises:
-          ValueError: where an argument is not as described; nothing is sampled then.
+          ValueError: where an argument is not as described, or no adapters are loaded as `settings.adapter`; nothing is sampled then.
           RuntimeError: before the first `publish`, and after `close`.
         """
-        if self._params is None or self._closed:
+        if self._weights.params is None or self._closed:
             raise RuntimeError(
                 "the sampler is closed" if self._closed else "the sampler has no weights yet: publish() first"
             )
         prefixes = [np.asarray(prefix) for prefix in prefixes]
         request = Request(
-            prefixes=prefixes, n=n, settings=settings, seeds=seeds, max_length=self.max_length, conversation=conversation
+            prefixes=prefixes, n=n, settings=settings, seeds=seeds, max_length=self.max_length, conversation=conversation,
+            place=self.shelf.place(settings.adapter),
         )  # fmt: skip
         check(request, self.policy.architecture.vocabulary_size, self.tokenizer)
         return self._stream(request)
@@ -145,16 +141,34 @@ class Engine:
         Raises:
           ValueError: where `params` are not those of the policy; the version before stays served.
         """
-        check_shapes(self.policy, params)
-        self.retire()
-        new = self.serve(params)
-        given = {id(array) for array in jax.tree.leaves(params)}
-        self._own = [array for array in jax.tree.leaves(new) if id(array) not in given]
-        if self._splits is None:
-            self._splits = room_apart(self.policy, new)
-        self._apart = layers_apart(new, policy=self.policy) if self._splits else None
-        self._own.extend(jax.tree.leaves(self._apart))
-        self._params, self.version = new, version
+        self._weights.publish(params)
+        self._parted()
+        self.version = version
+
+    def load(self, name: str, adapters: Params) -> None:
+        """Serves `adapters`, a tree like `AdaptedPolicy.sizes()`, to requests whose `SamplingParams.adapter` is `name`.
+
+        They are copied, and stay until they are unloaded, beside each published version. Completions have the version of the publication.
+        Requests in flight go on.
+
+        Raises:
+          ValueError: there is no room, the name is taken, or the adapters are not like the policy's or not finite.
+        """
+        self._weights.load(name, adapters)
+
+    def unload(self, name: str) -> None:
+        """Frees the place of loaded adapters, and the slots kept for conversations with them.
+
+        Raises:
+          ValueError: no adapters have the name, or requests for them are in flight.
+        """
+        place = self.shelf.place(name)
+        if flights := sum(request.settings.adapter == name for request in self._requests):
+            raise ValueError(
+                f"{flights} requests for the adapters {name!r} are in flight: unload() them when those are over"
+            )
+        self.shelf.remove(name)
+        self._parted(place=place)
 
     def forget(self, conversation: str) -> None:
         """Frees the slots kept for a conversation that has ended; with the last one the cache is freed."""
@@ -162,15 +176,12 @@ class Engine:
 
     def retire(self) -> None:
         """Frees the served weights before the next ones are made; nothing is sampled until those are published."""
-        self._params = self._apart = None
-        for array in self._own:
-            array.delete()
-        self._own = []
+        self._weights.free()
         self._parted()
 
     async def close(self) -> None:
         """Ends all requests, whose callers get a RuntimeError, and frees the weights."""
-        self._closed, self._params, self._apart = True, None, None
+        self._closed, self._weights.params, self._weights.apart = True, None, None
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -182,6 +193,7 @@ class Engine:
         return {**done.metrics(), "sampler/compilations": float(self.compilations)}
 
     async def _stream(self, request: Request) -> AsyncIterator[PromptCompletions]:
+        request.place = self.shelf.place(request.settings.adapter)  # others may have it since `sample`
         self._requests.add(request)
         self._waiting.extend((request, index) for index in range(len(request.prefixes)))
         self._stirred.set()
@@ -241,11 +253,11 @@ class Engine:
             self._count_evicted()
             self._batch = self._queued = None
 
-    def _parted(self, conversation: str | None = None) -> None:
-        """Frees the parked slots of a conversation, or of all, and the cache where it is no longer used."""
+    def _parted(self, conversation: str | None = None, place: int | None = None) -> None:
+        """Frees the parked slots of a conversation, of the adapters in a place, or of all, and the cache where it is no longer used."""
         batch = self._batch
         if batch is not None and batch.parking:
-            batch.parking.clear() if conversation is None else batch.parking.forget(conversation)
+            batch.parking.clear(place) if conversation is None else batch.parking.forget(conversation)
             if not (batch.busy or batch.parking or self._waiting):
                 self._drop()
         self._stirred.set()
@@ -257,7 +269,7 @@ class Engine:
 
     async def _advance(self, batch: SlotBatch) -> None:
         """Refills the slots, runs one chunk and delivers finished sequences."""
-        started, params, version = time.perf_counter(), self._params, self.version
+        started, params, version = time.perf_counter(), self._weights.params, self.version
         if params is None or deleted(params):
             raise RuntimeError(
                 "the learner donated the weights that the sampler shares: publish() after each update, or set embedded.EmbeddedSampler.share_weights = False"
@@ -266,8 +278,8 @@ class Engine:
         if running is None:
             running = self._refilled(batch, params, version), version
         if self._settled(batch):
-            self._queued = batch.step(Served(params, self._apart), self.decode_chunk, running[0]), version
-        await _finished(running[0])
+            self._queued = batch.step(self._weights.served, self.decode_chunk, running[0]), version
+        await finished(running[0])
         kept, steps = batch.collect(*running, self._text)
         self._counters.generated += kept
         self._counters.slot_steps += steps * batch.capacity.slots
@@ -282,7 +294,7 @@ class Engine:
             self._counters.again += sum(request.conversation.known for request, _ in block if request.conversation)
         if (fewer := self._fewer(batch)) < batch.capacity.slots:
             batch.resize(fewer)
-        return batch.step(Served(params, self._apart), self.decode_chunk)
+        return batch.step(self._weights.served, self.decode_chunk)
 
     def _settled(self, batch: SlotBatch) -> bool:
         """Returns whether the batch stays unchanged after the running chunk, so that the next one need not wait for the host."""
@@ -350,10 +362,10 @@ class Engine:
 
     async def _look_at_memory(self) -> None:
         """Measures the free memory, while there is no cache and the making of the weights has freed its memory."""
-        params = self._params
+        params = self._weights.params
         if params is not None and not deleted(params):
             try:
-                await _finished(params)
+                await finished(params)
             except RuntimeError:
                 if not deleted(params):  # a publication came meanwhile
                     raise
@@ -384,16 +396,3 @@ class Engine:
 
     def _text(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens)
-
-
-async def _finished(chunk: Any) -> None:
-    """Waits for a chunk, such that several processes, which all run the engine, choose the next programs at the same point.
-
-    A thread would end at different times on each of them, and so would requests that follow an answer come at different times.
-    """
-    if jax.process_count() == 1:
-        await asyncio.to_thread(jax.block_until_ready, chunk)
-        return
-    jax.block_until_ready(chunk)
-    for _ in range(_TURNS):
-        await asyncio.sleep(0)

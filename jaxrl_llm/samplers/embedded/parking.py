@@ -14,6 +14,7 @@ from jaxtyping import Array, Int
 
 from jaxrl_llm.models.policy import Params, Policy
 from jaxrl_llm.models.transformer import Cache
+from jaxrl_llm.samplers.embedded.shelf import of_rows
 
 KEPT = frozenset({"k", "v"})  # parts of a cache of which a prefix can be reused
 
@@ -26,11 +27,13 @@ class Parked:
       conversation: the id of its conversation.
       tokens: int32 [T], the tokens of the slot's first T entries.
       version: version of the weights that computed all of the entries.
+      place: the place of the adapters that did.
     """
 
     conversation: str
     tokens: np.ndarray
     version: int
+    place: int = 0
 
 
 class Parking:
@@ -56,12 +59,14 @@ class Parking:
         self._slots[slot] = parked
         self._of.setdefault(parked.conversation, []).append(slot)
 
-    def find(self, conversation: str, prompt: np.ndarray, version: int) -> int | None:
-        """Returns the slot that holds the longest beginning of a prompt, int32 [P], by the weights of `version`; None for no slot."""
+    def find(self, conversation: str, prompt: np.ndarray, version: int, place: int = 0) -> int | None:
+        """Returns the slot that holds the longest beginning of a prompt, int32 [P], by the weights of `version` and the adapters of
+        `place`; None for no slot."""
         held = [(len(self._slots[slot].tokens), slot) for slot in self._of.get(conversation, ())]
         for length, slot in sorted(held, reverse=True):
             parked = self._slots[slot]
-            if parked.version == version and length < len(prompt) and np.array_equal(parked.tokens, prompt[:length]):
+            same = (parked.version, parked.place) == (version, place)
+            if same and length < len(prompt) and np.array_equal(parked.tokens, prompt[:length]):
                 return slot
         return None
 
@@ -85,10 +90,10 @@ class Parking:
         for slot in list(self._of.get(conversation, ())):
             self.take(slot)
 
-    def clear(self) -> None:
-        """Evicts all slots."""
-        while self._slots:
-            self.evict()
+    def clear(self, place: int | None = None) -> None:
+        """Evicts all slots, or those of the adapters in a place."""
+        for slot in [slot for slot, parked in self._slots.items() if place in (None, parked.place)]:
+            self.evicted += len(self.take(slot).tokens)
 
 
 @partial(jax.jit, static_argnames=("policy",), donate_argnames=("cache",))
@@ -98,14 +103,17 @@ def lengthen(
     tokens: Int[Array, "N T"],
     starts: Int[Array, " N"],
     slots: Int[Array, " N"],
+    places: Int[Array, " N"] | None = None,
     *,
     policy: Policy,
 ) -> Cache:
     """Writes the keys and values of right-padded `tokens` after the first `starts` entries of `slots`.
 
     A row whose slot is beyond the last one is padding. Entries of padding lie behind those of the tokens, where they are overwritten
-    before they are read, or beyond the end of the slot, where they are dropped.
+    before they are read, or beyond the end of the slot, where they are dropped. `places` are the rows' sets of adapters, where several
+    are served.
     """
+    params = of_rows(params, places)
     rows = {name: jnp.take(entries, slots, axis=1, mode="clip") for name, entries in cache.items()}
     positions = starts[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
     _, rows, _ = policy.routed_extend(params, rows, tokens, positions)

@@ -7,9 +7,11 @@ from typing import Any
 
 from jaxrl_llm import components
 from jaxrl_llm.kernels.decode_attention.api import NARROW
+from jaxrl_llm.models.lora import AdaptedPolicy
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.samplers.embedded.decode import served
 from jaxrl_llm.samplers.embedded.engine import Engine
+from jaxrl_llm.samplers.embedded.shelf import Shelf
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +44,9 @@ class EmbeddedSampler:
       adapters: True serves LoRA adapters beside their frozen base, as the learner computes with them: no sum of the two is computed,
         rounded or stored, and a base in the compute dtype is not copied either. Each product of an adapted weight then takes two more
         small ones. False serves the sum.
+      loaded: with `adapters`, most further sets of adapters, of the same rank and targets, that `load` serves beside the published one, to
+        requests that name them (`SamplingParams.adapter`). One batch mixes them: the two small products of an adapted weight are those of
+        1 + loaded times the rank, whether its places are taken or empty. 0 adds nothing.
       weights: dtype of the layers' matrices; None is the policy's compute dtype. "float8_e4m3fn" stores them in 8 bits with a scale for
         each output channel, rounded anew at each publication: half the memory of bfloat16, in addition to the learner's own weights.
         Samples are then those of the rounded policy: `gap/*` measures how far it is from the learner's, and an algorithm's `correction`
@@ -58,6 +63,7 @@ class EmbeddedSampler:
     keep_turns: bool = True
     shrink: int = 0
     adapters: bool = False
+    loaded: int = 0
     weights: str | None = None
 
     def __post_init__(self) -> None:
@@ -68,6 +74,11 @@ class EmbeddedSampler:
                 self,
                 "weights",
                 "None with embedded.EmbeddedSampler.adapters, beside which the base is the learner's own",
+            )
+        components.at_least(self, 0, "loaded")
+        if self.loaded and not self.adapters:
+            components.refuse(
+                self, "loaded", "0 without embedded.EmbeddedSampler.adapters, beside which others are loaded"
             )
         components.at_least(self, 1, "slots", "decode_chunk", "prefill_tokens")
         if self.shrink != 0:
@@ -93,8 +104,9 @@ class EmbeddedSampler:
                     f"the bitwise mode keeps weights, keys and values as the learner has them (got embedded.EmbeddedSampler.{name} = {kind!r}): "
                     "leave it None, or set BITWISE = False"
                 )
+        shelf = Shelf(policy=policy, places=self.loaded) if isinstance(policy, AdaptedPolicy) else Shelf()
         return Engine(
-            policy=plain, adapted=self.adapters and policy is not plain, serve=partial(served, plain, share=self.share_weights, gather=self.gather_weights, weights=self.weights), tokenizer=tokenizer, max_length=max_length, slots=self.slots,
+            policy=plain, adapted=self.adapters and policy is not plain, shelf=shelf, serve=partial(served, plain, share=self.share_weights, gather=self.gather_weights, weights=self.weights), tokenizer=tokenizer, max_length=max_length, slots=self.slots,
             decode_chunk=self.decode_chunk, prefill_tokens=self.prefill_tokens, cache=self.cache,
             record=self.record_routes and policy.architecture.experts is not None, keep=self.keep_turns,
             shrink=self.shrink,

@@ -33,9 +33,9 @@ def bucket(size: int, unit: int = 1) -> int:
 
 
 def bytes_of(prefix: Prefix) -> bytes:
-    """Returns the token ids of a prefix as bytes, by which equal prefixes are found."""
+    """Returns the place of a prefix's adapters and its token ids as bytes, by which equal prefixes are found."""
     request, index = prefix
-    return np.asarray(request.prefixes[index], np.int32).tobytes()
+    return np.asarray([request.place, *request.prefixes[index]], np.int32).tobytes()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,10 +90,11 @@ class Recorded:
 
 @dataclass(kw_only=True)
 class Block:
-    """Prefilled prompts: rows of `cache` and `tokens` (padded with -1), and the sequences that are still to be copied into slots."""
+    """Prefilled prompts: rows of `cache`, `tokens` (padded with -1) and `places` of their adapters, and the sequences that are still to be copied into slots."""
 
     cache: Cache
     tokens: np.ndarray
+    places: np.ndarray
     version: int
     drafts: deque[tuple[int, Draft]]
     routes: Recorded | None = None
@@ -190,13 +191,14 @@ class SlotBatch:
         places = {held: row for row, held in enumerate(sorted(rows, key=rows.__getitem__))}
         longest = max(len(request.prefixes[index]) for request, index in prefixes)
         tokens = np.full(self.block_shape(len(places), longest), decode.NO_TOKEN, np.int32)
-        drafts: deque[tuple[int, Draft]] = deque()
+        sets, drafts = np.zeros(len(tokens), np.int32), deque[tuple[int, Draft]]()
         for request, index in prefixes:
             row = places[bytes_of((request, index))]
+            sets[row] = request.place
             tokens[row, : len(request.prefixes[index])] = request.prefixes[index]
             drafts.extend((row, draft) for draft in request.drafts(index))
-        cache, routes = self._prefilled(params, tokens)
-        self._block = Block(cache=cache, tokens=tokens, version=version, drafts=drafts, routes=routes)
+        cache, routes = self._prefilled(params, tokens, sets)
+        self._block = Block(cache=cache, tokens=tokens, places=sets, version=version, drafts=drafts, routes=routes)
         return int((tokens != decode.NO_TOKEN).sum())
 
     def place(self, params: Params, version: int) -> bool:
@@ -208,7 +210,7 @@ class SlotBatch:
         if block is None or not free:
             return block is not None
         if block.version != version:  # the prompts' keys and values follow the newest weights
-            (block.cache, block.routes), block.version = self._prefilled(params, block.tokens), version
+            (block.cache, block.routes), block.version = self._prefilled(params, block.tokens, block.places), version
         source = np.full(self.capacity.slots, -1, np.int32)
         while free and block.drafts:
             row, draft = block.drafts.popleft()
@@ -228,7 +230,9 @@ class SlotBatch:
         """Returns the parked slot in which a turn of a conversation continues; None where the turn is to be prefilled."""
         if self.parking is None or request.conversation is None or request.sequences != 1:
             return None
-        return self.parking.find(request.conversation.id, np.asarray(request.prefixes[0], np.int32), version)
+        return self.parking.find(
+            request.conversation.id, np.asarray(request.prefixes[0], np.int32), version, request.place
+        )
 
     def resume(self, turns: Mapping[int, Request], params: Params) -> tuple[int, int]:
         """Continues in parked slots, {slot: its next turn}; returns the numbers of kept and of prefilled tokens."""
@@ -238,10 +242,12 @@ class SlotBatch:
         width = min(bucket(max(map(len, new)), _TOLD), self.capacity.length)
         tokens = np.zeros((bucket(len(turns), self.policy.partitioner.batch_shards), width), np.int32)
         starts, slots = np.zeros(len(tokens), np.int32), np.full(len(tokens), self.capacity.slots, np.int32)
+        places = np.zeros(len(tokens), np.int32)
         for row, (slot, more) in enumerate(zip(turns, new)):
             tokens[row, : len(more)], starts[row], slots[row] = more, held[slot], slot
+            places[row] = turns[slot].place
         self._programs.add(("lengthen", self.capacity, tokens.shape))
-        self._cache = parking.lengthen(params, self._cache, tokens, starts, slots, policy=self.policy)
+        self._cache = parking.lengthen(params, self._cache, tokens, starts, slots, places, policy=self.policy)
         for slot, request in turns.items():
             self._assign(slot, request.drafts(0)[0])
         return sum(held.values()), sum(map(len, new))
@@ -283,12 +289,12 @@ class SlotBatch:
                 self._park(slot, draft)
         return kept, int(new.max())
 
-    def _prefilled(self, params: Params, tokens: np.ndarray) -> tuple[Cache, Recorded | None]:
+    def _prefilled(self, params: Params, tokens: np.ndarray, places: np.ndarray) -> tuple[Cache, Recorded | None]:
         self._programs.add(("prefill", tokens.shape))
         holds = self.policy.architecture.delta is not None
         counts = np.maximum(np.sum(tokens != decode.NO_TOKEN, axis=1) - 1, 0).astype(np.int32) if holds else None
         cache, routes = decode.prefill(
-            params, np.maximum(tokens, 0), counts, policy=self.policy, dtype=self._dtype, record=self._record
+            params, np.maximum(tokens, 0), counts, places, policy=self.policy, dtype=self._dtype, record=self._record
         )
         return cache, None if routes is None else Recorded(routes)
 
@@ -301,6 +307,7 @@ class SlotBatch:
         slots.stop_ids[slot], slots.stop_ids[slot, : len(stops)] = decode.NO_TOKEN, stops
         slots.seed[slot], slots.sample[slot] = (seed >> 32, seed & 0xFFFFFFFF), draft.sample
         slots.choice.set(slot, settings)
+        slots.place[slot] = request.place
         self._drafts[slot] = draft
 
     def _release(self, slot: int) -> None:
@@ -318,4 +325,7 @@ class SlotBatch:
         if len(tokens) < self.capacity.length - 1:
             if self.parking is None:
                 self.parking = parking.Parking()
-            self.parking.park(slot, parking.Parked(conversation=conversation.id, tokens=tokens, version=version))
+            self.parking.park(
+                slot,
+                parking.Parked(conversation=conversation.id, tokens=tokens, version=version, place=draft.request.place),
+            )

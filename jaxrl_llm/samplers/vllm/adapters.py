@@ -2,8 +2,11 @@
 
 A request names its adapters and keeps them to its end, so nothing is paused, nothing in flight changes, and all tokens of a request are
 of one version. No name is used twice: a server that knows it has its weights, and no mark of a commit is needed. A restarted server
-does not know the name, answers 404, and is updated to the newest version again. Learners with different names for their adapters may
-share a server and its base.
+does not know the name, answers 404, and is updated to the newest version again.
+
+A name is RUN-VERSION-PUBLICATION, or TENANT~RUN-VERSION-PUBLICATION, with random digits for RUN, which a start of a learner draws anew.
+Learners may share a server and its base: each unloads its own adapters alone, and those of former runs of its tenant, which is one
+learner's name. vLLM lists the names at /v1/models.
 
 The server loads the base at its start. It needs --enable-lora, --max-lora-rank, --max-loras (MAX_STALENESS + 2: vLLM
 schedules no request of further adapters until all of one's are over), and the environment variable VLLM_ALLOW_RUNTIME_LORA_UPDATING=True.
@@ -16,6 +19,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import secrets
 import shutil
 import time
@@ -39,9 +43,13 @@ from jaxrl_llm.samplers.vllm.answers import Refused, ServerFault
 from jaxrl_llm.samplers.vllm.publisher import Publisher
 from jaxrl_llm.samplers.vllm.server_api import LOAD, VllmHttp
 
-UNLOAD, MODELS = "/v1/unload_lora_adapter", "/v1/models"
+UNLOAD, MODELS, METRICS = "/v1/unload_lora_adapter", "/v1/models", "/metrics"
 RUNTIME = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 VERSIONS = 4  # whose requests share a batch: those of a staleness of 2, and the canary of the newest; more wait for the oldest to end
+_TENANT = re.compile(r"[A-Za-z0-9_.]*")
+# What vLLM's metrics say of adapters: the value is the time of the line.
+_USED = re.compile(r"^vllm:lora_requests_info\{(.*)\}\s+(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?)", re.MULTILINE)
+_NAMES = re.compile(r'(?:running|waiting)_lora_adapters="([^"]*)"')
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # values of --max-lora-rank
 
 
@@ -59,11 +67,29 @@ def arguments(rank: int) -> tuple[str, ...]:
     return ("--enable-lora", "--max-lora-rank", str(fitting[0]), "--max-loras", str(VERSIONS), "--load-format", "auto")
 
 
+def check_tenant(tenant: str, alone: bool) -> None:
+    """Raises ValueError where a learner cannot have that name on servers; `alone` is whether it publishes adapters alone."""
+    if not _TENANT.fullmatch(tenant):
+        raise ValueError(
+            f"VllmSampler.tenant must be letters, digits, '_' and '.' alone, or empty, as it is part of adapters' names (got {tenant!r})"
+        )
+    if tenant and not alone:
+        raise ValueError(
+            f"VllmSampler.tenant names a learner's adapters on servers that several learners share (got {tenant!r} with adapters=False): "
+            "set adapters = True (VLLM_ADAPTERS), or leave it empty"
+        )
+
+
+def run_named(tenant: str) -> str:
+    """Returns a new name of a run, of a tenant or of none, for `named`."""
+    return f"{tenant}~{secrets.token_hex(8)}" if tenant else secrets.token_hex(8)
+
+
 def named(learner: str, version: int, publication: int) -> str:
     """Returns the name of a version's adapters.
 
     Args:
-      learner: the learner's own hexadecimal digits.
+      learner: the run's name, of `run_named`.
       version: the number.
       publication: counts the learner's publications, of which one version may take several.
     """
@@ -72,7 +98,7 @@ def named(learner: str, version: int, publication: int) -> str:
 
 def version_named(name: str) -> int:
     """Returns the version in a name of adapters."""
-    return int(name.split("-")[1])
+    return int(name.rsplit("-", 2)[1])
 
 
 async def load(http: VllmHttp, name: str, path: str) -> None:
@@ -93,11 +119,20 @@ async def load(http: VllmHttp, name: str, path: str) -> None:
 
 
 async def unload_idle(http: VllmHttp) -> None:
-    """Has a server unload the learner's adapters except the newest, where no request for them is in flight."""
+    """Has a server unload the learner's adapters except the newest, where no request for them is in flight; and those that former runs
+    of its tenant had there at the learner's first version, where no request for them runs or waits."""
     mine, _, _ = http.adapter.partition("-")
     busy = {name for name, flights in http.flying.items() if flights} | {http.adapter}
-    for name in await _held(http):
-        if name.partition("-")[0] == mine and name not in busy:
+    held = await _held(http)
+    if http.former is None:
+        tenant, apart, _ = mine.partition("~")
+        http.former = {
+            name for name in held if apart and name.startswith(f"{tenant}~") and name.partition("-")[0] != mine
+        }
+    if former := http.former & held:
+        busy |= await _used(http)
+    for name in held:
+        if (name.partition("-")[0] == mine or name in former) and name not in busy:
             with contextlib.suppress(Refused):  # the server has unloaded them already
                 await http.ask("POST", UNLOAD, {"lora_name": name})
     for name in [name for name, flights in http.flying.items() if not flights]:
@@ -113,6 +148,17 @@ async def _held(http: VllmHttp) -> set[str]:
         raise ServerFault(f"{http.url} does not list its models: {wrong!r}") from wrong
 
 
+async def _used(http: VllmHttp) -> set[str]:
+    """Returns the names of adapters of whatever learner for which requests run or wait, as far as the server's metrics say."""
+    try:
+        lines = _USED.findall(await http.ask("GET", METRICS))
+    except Refused:
+        return set()
+    newest = max((float(value) for _, value in lines), default=0.0)
+    lists = [names for labels, value in lines if float(value) == newest for names in _NAMES.findall(labels)]
+    return {name for names in lists for name in names.split(",") if name}
+
+
 # -- the learner's side ------------------------------------------------------------------------------------------------
 
 
@@ -124,15 +170,17 @@ class AdapterPublisher(Publisher):
       adapted: the policy with its adapters; `policy` is the plain one.
       base: folder to which the base is written before the first version, for servers that start from it; None where servers have the base.
       tokenizer: the tokenizer that is written beside the base.
+      tenant: the learner's name among those that share the servers; empty for none.
     """
 
     adapted: AdaptedPolicy
     base: Path | None = None
     tokenizer: Any = None
+    tenant: str = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._learner, self._count = secrets.token_hex(8), 0
+        self._learner, self._count = run_named(self.tenant), 0
         self._host: dict[str, np.ndarray] = {}
         self._manifest_text = ""
 

@@ -141,7 +141,7 @@ class Updates:
         limit, begin = self.limits.update_s, time.perf_counter()
         self.staging[server] = wanted.version
         try:
-            await asyncio.wait_for(self._stage(server, wanted), limit)
+            read = await asyncio.wait_for(self._stage(server, wanted), limit)
             self.seconds["stage_s"] = time.perf_counter() - begin
             slow = wanted is not self.published
             server.cause = "waiting for the updates of others"
@@ -149,24 +149,24 @@ class Updates:
                 if wanted is not self.published and not slow:
                     return  # there is time to stage the newer version
                 found = await asyncio.wait_for(swap(server, wanted, self.inflight, limit), limit)
-                self._note(found, wanted)
+                self._note(found | read, wanted)
         finally:
             self.staging.pop(server, None)
 
-    async def _stage(self, server: Server, wanted: Published) -> None:
-        """Has a server stage a version from its host's relay, or from the source where the relay fails."""
+    async def _stage(self, server: Server, wanted: Published) -> dict[str, float]:
+        """Has a server stage a version from its host's relay, or from the source where the relay fails; returns the bytes as `stage`."""
         if self.relays is None or not wanted.blocks:
             return await stage(server, wanted)
         server.cause = "waiting for its host's relay"
         said = Announcement(version=wanted.version, source=wanted.source, blocks=wanted.blocks)
         try:
             path = await self.relays.path(server.http.url, [s.http.url for s in self.servers], said)
-            await stage(server, replace(wanted, path=path))
+            return await stage(server, replace(wanted, path=path))
         except (Useless, ServerFault) as wrong:
             if isinstance(wrong, Unreached):
                 raise
             self.relays.count(self.relays.of(server.http.url), str(wrong))
-            await stage(server, wanted)
+            return await stage(server, wanted)
 
     def _lags(self, server: Server) -> None:
         """Notes that a server lags behind the newest version; it takes requests only where servers of older versions do."""

@@ -122,6 +122,8 @@ class VllmSampler(Limits):
         pause, and a request keeps its adapters to its end, whatever `inflight` says. Local servers get the base from the learner once;
         those of `urls` already serve it, with --enable-lora, --max-lora-rank of the rank or more, --max-loras of the staleness + 2, and
         VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, and read the folder of `publication`. False publishes the sum of base and adapters.
+      tenant: with `adapters`, name of this learner among those that share servers, the first part of its adapters' names, of letters,
+        digits, "_" and "."; a restarted run unloads what the former one left. One run at a time has a name; empty for none.
       record_routes: record the experts that each token goes to, for train.Router.replay = "R3" and for `router/differs`: servers of
         `urls` need --enable-return-routed-experts.
       canary: text on which servers and learner are compared after each update (publication/canary.py); empty for none.
@@ -147,6 +149,7 @@ class VllmSampler(Limits):
     request_s: float = 600.0
     control_s: float = 60.0
     adapters: bool = False
+    tenant: str = ""
     record_routes: bool = False
     canary: str = CANARY
 
@@ -175,6 +178,7 @@ class VllmSampler(Limits):
                 "VllmSampler.adapters needs transfer 'orbax', servers without a proxy of ours, and a folder for publication, from which vLLM "
                 f"reads adapters (got {self.transfer!r}, proxied={self.proxied} and {self.publication!r})"
             )
+        adapters.check_tenant(self.tenant, self.adapters)
         if self.quantization and (self.dtype == "float32" or self.adapters):
             raise ValueError(
                 "VllmSampler.quantization needs dtype 'bfloat16' or 'float16', and adapters = False "
@@ -303,7 +307,7 @@ class VllmSampler(Limits):
         if (adapted := self._alone(policy)) is not None:
             return AdapterPublisher(
                 policy=adapted.plain, adapted=adapted, folder=folder, dtype=self.dtype, keep=self.keep, canary=tokens,
-                base=_model_folder(run_dir) if self.spawn else None, tokenizer=tokenizer,
+                base=_model_folder(run_dir) if self.spawn else None, tokenizer=tokenizer, tenant=self.tenant,
             )  # fmt: skip
         address = default_address(self.publication, run_dir)
         if self.relay_port and not address:

@@ -56,6 +56,7 @@ class VllmHttp:
       adapters: whether versions are adapters beside the base that the server serves.
       adapter: the name of the adapters that requests ask for; empty before the first version.
       flying: {name of adapters: requests in flight that asked for them}.
+      former: names of adapters that former runs of the learner left; None before the first version.
     """
 
     url: str
@@ -76,6 +77,7 @@ class VllmHttp:
     adapters: bool = False
     adapter: str = ""
     flying: Counter[str] = field(default_factory=Counter)
+    former: set[str] | None = None
 
     def __post_init__(self) -> None:
         self.url = self.url.rstrip("/")

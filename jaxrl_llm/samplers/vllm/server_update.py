@@ -211,8 +211,11 @@ class Server:
             flight.cancel()
 
 
-async def stage(server: Server, published: Published) -> None:
+async def stage(server: Server, published: Published) -> dict[str, float]:
     """Has every rank read a version, while the server generates.
+
+    Returns:
+      The bytes that all ranks read, and those of tensors that they had from the version before; nothing where no rank reads.
 
     Raises:
       ServerFault, Refused: a rank cannot; the server keeps its weights.
@@ -223,7 +226,8 @@ async def stage(server: Server, published: Published) -> None:
     elif not published.memory:
         server.cause = "staging"
         await server.http.stage(published.path, published.version)
-        await _staged(server.http, published.version)
+        return await _staged(server.http, published.version)
+    return {}
 
 
 async def swap(server: Server, published: Published, inflight: Inflight, limit_s: float) -> dict[str, float]:
@@ -317,8 +321,8 @@ async def _commit(server: Server, published: Published) -> dict[str, float]:
     return found
 
 
-async def _staged(http: VllmHttp, version: int) -> None:
-    """Returns when every rank has staged the version; raises ServerFault where one failed."""
+async def _staged(http: VllmHttp, version: int) -> dict[str, float]:
+    """Returns what `stage` does when every rank has staged the version; raises ServerFault where one failed."""
     wait_s = _POLL_S
     while True:
         if not (ranks := await http.stage_status()):
@@ -333,7 +337,8 @@ async def _staged(http: VllmHttp, version: int) -> None:
                     f"{http.url} stages version {rank.get('version')} and not {version}: does another learner update it?"
                 )
         if all(rank.get("state") == "staged" for rank in ranks):
-            return
+            counts = {"staged_bytes": "bytes", "unchanged_bytes": "unchanged"}
+            return {said: float(sum(rank.get(name, 0) for rank in ranks)) for said, name in counts.items()}
         await asyncio.sleep(wait_s)
         wait_s = min(1.5 * wait_s, _LONGEST_POLL_S)
 
