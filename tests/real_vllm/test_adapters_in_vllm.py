@@ -151,3 +151,28 @@ def test_the_newest_version_waits_for_none_of_those_in_flight(served, folders):
         assert [len(one.tokens) for one in await asyncio.gather(*early)] == [300] * len(early)
 
     carried_out(served, steps)
+
+
+def test_a_run_unloads_what_a_former_run_of_its_tenant_left_when_nothing_asks_for_it(served, folders):
+    async def steps(http: VllmHttp) -> None:
+        old, new, other = "tenant~aa-0-1", "tenant~bb-0-1", "another~cc-0-1"
+        for name in (old, new, other):
+            await alone.load(http, name, folders[0])
+        http.version, http.adapter = 0, old
+        early = asyncio.create_task(drawn(http, 300))
+        await asyncio.sleep(2)
+        http.flying.clear()  # the new run does not know of the former one's request
+        http.adapter = new
+        await alone.unload_idle(http)
+        assert not early.done() and {old, new, other} <= await alone._held(http)
+        assert len((await early).tokens) == 300
+        http.flying.clear()
+        for _ in range(20):  # the server's metrics follow its next steps
+            await asyncio.sleep(0.5)
+            await drawn(http, 1)
+            await alone.unload_idle(http)
+            if old not in await alone._held(http):
+                break
+        assert await alone._held(http) >= {new, other} and old not in await alone._held(http)
+
+    carried_out(served, steps)
