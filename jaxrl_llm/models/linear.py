@@ -284,7 +284,9 @@ def contracted(x: jax.Array, weights: jax.Array, axes: Any, stored: Stored | Non
     weights = weights.astype(x.dtype)
     if stored is None or not stored.parts(over):
         return jnp.tensordot(x, weights, axes)
-    return jnp.tensordot(x, weights, axes, preferred_element_type=jnp.float32).astype(x.dtype)
+    total = jnp.tensordot(x, weights, axes, preferred_element_type=jnp.float32)
+    # TPU's compiler would round some parts before their sum, since what is added is rounded after it.
+    return jax.lax.optimization_barrier(total).astype(x.dtype)
 
 
 def applied(x: jax.Array, weights: jax.Array, inputs: int, stored: Stored | None) -> jax.Array:
