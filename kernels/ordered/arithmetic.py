@@ -107,6 +107,8 @@ def added(x: Float[Array, "..."], y: Float[Array, "..."]) -> Float[Array, "..."]
 
 def matmul(x: Float[Array, "M K"], w: Float[Array, "..."], *, turned: bool = False) -> Float[Array, "M N"]:
     """Returns x @ w for `w` [K, N], or x @ w.T for a `turned` one [N, K], in float32, by tiles of ROWS rows."""
+    if turned and not on_gpu():  # some processors add in another order where the weights lie the other way
+        w, turned = lax.optimization_barrier(w.T), False
     return over_tiles(lambda tile: tile_product(tile, w, turned=turned), x)
 
 
