@@ -107,13 +107,13 @@ def added(x: Float[Array, "..."], y: Float[Array, "..."]) -> Float[Array, "..."]
 
 def matmul(x: Float[Array, "M K"], w: Float[Array, "..."], *, turned: bool = False) -> Float[Array, "M N"]:
     """Returns x @ w for `w` [K, N], or x @ w.T for a `turned` one [N, K], in float32, by tiles of ROWS rows."""
-    if turned and not on_gpu():  # some processors add in another order where the weights lie the other way
-        w, turned = lax.optimization_barrier(w.T), False
     return over_tiles(lambda tile: tile_product(tile, w, turned=turned), x)
 
 
 def tile_product(tile: Float[Array, "R K"], w: Float[Array, "..."], *, turned: bool = False) -> Float[Array, "R N"]:
     """Returns the product of one tile, as `matmul`."""
+    if turned and not on_gpu():  # some processors add in another order where the weights lie the other way
+        w, turned = lax.optimization_barrier(w.T), False
     dimensions = (((1,), (1 if turned else 0,)), ((), ()))
     return lax.dot_general(tile, w, dimensions, preferred_element_type=jnp.float32)
 
