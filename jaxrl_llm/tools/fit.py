@@ -3,8 +3,8 @@
 The account adds the state's own shapes, memory beside it (the reference, the sampler's copy of the weights), the gradient of one
 micro-batch beside the sum of several, and the activations by the cost model, which was compared with measured peaks. Among the settings
 that fit, those that change least are preferred: moments in float32 on the device, then the first moment in bfloat16, then both moments
-on the host, then a micro-batch's gradient in bfloat16 too; among these, those of about the least predicted time. As much as the largest array of a gradient stays free: memory that is
-free in pieces holds none.
+on the host, then a micro-batch's gradient in bfloat16 too; among these, those of about the least predicted time. As much as the largest
+array of a gradient stays free: memory that is free in pieces holds none.
 """
 
 import functools
@@ -154,9 +154,8 @@ def choose(run: Run, device: Device) -> Choice | None:
     """Chooses settings for a run on a device; returns None where none of those tried fits. Equal runs and devices give equal choices."""
     policy = run.policy.policy(Partitioner.create(run.mesh))
     most_bytes = room(run, policy, device)
-    rounds = policy.compute_dtype == "bfloat16" and not isinstance(
-        policy, AdaptedPolicy
-    )  # else gradients in bfloat16 are refused
+    # Gradients in bfloat16 are refused of others.
+    rounds = policy.compute_dtype == "bfloat16" and not isinstance(policy, AdaptedPolicy)
     for moments, offload, gradients in KEPT if rounds else KEPT[:-1]:
         change = functools.partial(replace, moments_dtype=moments, offload=offload)
         change = functools.partial(change, gradients_dtype=gradients) if gradients else change

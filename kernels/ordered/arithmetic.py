@@ -112,8 +112,6 @@ def matmul(x: Float[Array, "M K"], w: Float[Array, "..."], *, turned: bool = Fal
 
 def tile_product(tile: Float[Array, "R K"], w: Float[Array, "..."], *, turned: bool = False) -> Float[Array, "R N"]:
     """Returns the product of one tile, as `matmul`."""
-    if turned and not on_gpu():  # some processors add in another order where the weights lie the other way
-        w, turned = lax.optimization_barrier(w.T), False
     dimensions = (((1,), (1 if turned else 0,)), ((), ()))
     return lax.dot_general(tile, w, dimensions, preferred_element_type=jnp.float32)
 

@@ -50,20 +50,23 @@ def test_a_pinned_product_is_rounded_before_it_is_added_to():
 ROWS_SHAPES = [(128, 384), (96, 50), (24, 20), (48, 8)]
 
 
+@pytest.mark.parametrize("turned", [False, True], ids=["upright", "turned"])
 @pytest.mark.parametrize("inputs,outputs", ROWS_SHAPES)
-def test_a_product_of_a_row_has_the_same_bits_in_every_company_and_place(inputs, outputs):
+def test_a_product_of_a_row_has_the_same_bits_in_every_company_and_place(inputs, outputs, turned):
+    """Each form by itself: some processors add in another order where the weights lie the other way, and sampler and learner use the same."""
     rng = np.random.default_rng(2)
     x, w = rng.normal(size=(150, inputs)).astype(np.float32), rng.normal(size=(inputs, outputs)).astype(np.float32)
-    product = jax.jit(arithmetic.matmul)
-    whole = np.asarray(product(x, w))
+    lain = (lambda w: w.T.copy()) if turned else (lambda w: w)
+    compute = partial(arithmetic.matmul, turned=turned)
+    product = jax.jit(lambda x, w: compute(x, w))
+    whole = np.asarray(product(x, lain(w)))
     np.testing.assert_allclose(whole, x.astype(np.float64) @ w, rtol=1e-4, atol=1e-4)
-    assert np.array_equal(jax.jit(partial(arithmetic.matmul, turned=True))(x, w.T), whole)
-    assert np.array_equal(product(x[70:73], w), whole[70:73])
-    assert np.array_equal(np.roll(product(np.roll(x, 37, 0), w), -37, 0), whole)
-    alone = jax.jit(lambda x, w: jax.nn.relu(arithmetic.matmul(x * 1.5, w)) + 1)(x[:1] / 1.5, w)
-    assert np.array_equal(alone, np.maximum(product((x[:1] / 1.5) * np.float32(1.5), w), 0) + 1)
-    halves = product(x[:, : inputs // 2], w[: inputs // 2]) + product(x[:, inputs // 2 :], w[inputs // 2 :])
-    assert not np.array_equal(halves, whole)  # another order of the sum is seen
+    assert np.array_equal(product(x[70:73], lain(w)), whole[70:73])
+    assert np.array_equal(np.roll(product(np.roll(x, 37, 0), lain(w)), -37, 0), whole)
+    alone = jax.jit(lambda x, w: jax.nn.relu(compute(x * 1.5, w)) + 1)(x[:1] / 1.5, lain(w))
+    assert np.array_equal(alone, np.maximum(product((x[:1] / 1.5) * np.float32(1.5), lain(w)), 0) + 1)
+    first, second = (product(x[:, part], lain(w[part])) for part in (slice(inputs // 2), slice(inputs // 2, None)))
+    assert not np.array_equal(first + second, whole)  # another order of the sum is seen
 
 
 def test_totals_are_sums_of_rows():
