@@ -17,6 +17,7 @@ pytest.importorskip("verifiers", reason="verifiers is not installed: see tests/t
 
 HERE = str(Path(__file__).parent)
 HARNESS = {"harness": {"id": "addition_taskset"}, "runtime": {"type": "subprocess"}}
+TALK = {"harness": {"id": "talk_harness"}, "runtime": {"type": "subprocess"}}  # without tools
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +62,9 @@ def test_additions_with_a_tool_and_what_fails(folder):
 def test_six_turns_of_wordle(folder, words, retention, branches):  # noqa: F811 - the fixture
     pytest.importorskip("textarena", reason="textarena is not installed: see tests/third_party/requirements.txt")
     kept = {} if retention is None else {"thinking_retention": retention}
-    config = {"taskset": {"id": "textarena", "game": "Wordle-v0"}, "player": HARNESS}
+    config = {"taskset": {"id": "textarena", "game": "Wordle-v0"}, "player": TALK}
     taskset = Taskset(
-        python=sys.executable, environment=config, tokenizer=folder, renderer={"name": "qwen3", **kept}, path=(HERE,), count=2
+        python=sys.executable, environment=config, tokenizer=folder, renderer={"name": "qwen3", **kept}, path=(HERE,), count=2, workers=2
     )  # fmt: skip
     row = encoded(taskset)[0]  # a game whose word is none of the guesses, by its seed
     assert row.id == "textarena/0" and [m["role"] for m in row.messages] == ["system", "user"]
