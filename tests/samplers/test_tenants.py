@@ -62,7 +62,11 @@ def test_two_learners_on_one_fleet_unload_their_own_adapters_alone(tiny, tmp_pat
             for client in (first, second):
                 found = client.metrics()
                 assert found["sampler/retries"] == found["sampler/set_aside"] == 0
+            await second.close()
+            for server in servers:
+                assert owners(server) == {"math.v2": [2]}
         for server in servers:
+            assert owners(server) == {}
             await server.kill()
 
     asyncio.run(run())
@@ -106,6 +110,26 @@ def test_a_learner_without_a_name_leaves_all_others_alone(tiny, tmp_path, prefix
             await client.publish({}, 2)
             await collect(client, prefixes[:1], 1)
             assert sorted(server.adapters.values()) == [2, 3, 7]
+        await server.kill()
+
+    asyncio.run(run())
+
+
+def test_a_learner_that_ends_leaves_nothing_where_a_server_answers(tiny, tmp_path, prefixes):
+    """One of two servers is gone, and requests are in flight at the other, which holds those of a nameless run too."""
+
+    async def run() -> None:
+        gone, server = [await FakeVllm(adapters={"00ff-7-8": 7}, dev=False, step_s=0.01).start() for _ in range(2)]
+        async with client_of(tiny, tmp_path, [gone.url, server.url]) as client:
+            for version in range(2):
+                await client.publish({}, version)
+                await collect(client, prefixes[:1], 1)
+            asked = asyncio.create_task(collect(client, prefixes[:2], 1, SamplingParams(max_tokens=12)))
+            await until(lambda: server.active)
+            await gone.kill()
+        with pytest.raises(RuntimeError, match="the sampler is closed"):
+            await asked
+        assert server.adapters == {"00ff-7-8": 7}
         await server.kill()
 
     asyncio.run(run())

@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from jaxrl_llm.publication.relays.client import Relays
-from jaxrl_llm.samplers.vllm.adapters import version_named
+from jaxrl_llm.samplers.vllm.adapters import unload_all, version_named
 from jaxrl_llm.samplers.vllm.answers import Ask, Leaving, Piece, Refused, ServerFault, TooSlow
 from jaxrl_llm.samplers.vllm.fleet_update import Limits, Updates
 from jaxrl_llm.samplers.vllm.load_balancer import LoadBalancer
@@ -90,6 +90,8 @@ class Fleet:
         await asyncio.gather(*tasks, return_exceptions=True)
         self.balancer.ended = RuntimeError("the sampler is closed")
         self.balancer.fail(self.balancer.ended)
+        lasting, last = [s for s in self.servers if s.revive is None], self.updates.published
+        await asyncio.gather(*(unload_all(s.http, last.adapter, _CUT_S) for s in lasting if last))
         for server in (*self.servers, *self._leaving):
             await server.http.close()
 
