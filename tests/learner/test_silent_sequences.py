@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from builders import make_group
@@ -11,12 +12,17 @@ from learner_cases import (
     MEMBERS,
     PACKING,
     RESPONSE,
+    TEMPERATURE,
     assert_gradients_agree,
+    first_gradient,
     fresh_state,
+    host_params,
     leaves,
     make_learner,
     make_rollouts,
     make_stats,
+    padded,
+    streams_of,
 )
 
 from jaxrl_llm.algorithms.grpo import GRPO
@@ -70,6 +76,39 @@ def test_updates_are_those_of_all_sequences(learner, equal, minibatches):
     for a, b in zip(part[2], whole[2], strict=True):
         for name in ("loss/total", "loss/policy", "grad_norm/policy"):
             np.testing.assert_allclose(a[name], b[name], rtol=1e-5, atol=1e-7)
+
+
+def exact(advantage, counted, read):
+    """The gradient of GRPO's objective in float64: means over the tokens of each sequence that is `read`, over the number of all `counted`."""
+    stats = {n: x.astype(np.float64) for n, x in make_stats().items()}
+    mask = padded()["mask"] & counted[:, None]
+
+    def objective(params):
+        ratio = jnp.exp(streams_of(params, TEMPERATURE)[0] - stats["old_logprobs"])
+        gain = jnp.minimum(advantage[:, None] * ratio, advantage[:, None] * jnp.clip(ratio, 1 - 0.2, 1 + 0.28))
+        loss = -np.minimum(np.exp(stats["old_logprobs"] - stats["sampler_logprobs"]), 2.0) * gain
+        means = jnp.sum(jnp.where(mask & read[:, None], loss, 0.0), axis=1) / np.maximum(mask.sum(1), 1)
+        return jnp.sum(means) / counted.sum()
+
+    with jax.enable_x64(True):
+        params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), host_params())
+        return jax.tree.map(np.asarray, jax.jit(jax.grad(objective))(params))
+
+
+def test_the_gradient_is_that_of_all_sequences_to_1e_8_in_float64_and_the_learners_is_it(learner):
+    batch, sequences = step((1, 3), 1)
+    assigned = jax.device_get(learner.advantages(sequences))
+    reward, advantage = np.asarray(sequences.reward)[: GROUPS * MEMBERS].astype(np.float64), np.zeros(GROUPS * MEMBERS)
+    counted = np.array([r.role == "sample" for r in make_rollouts()])
+    for g in (0, 2):
+        rows = [i for i in range(g * MEMBERS, (g + 1) * MEMBERS) if counted[i]]
+        advantage[rows] = (reward[rows] - reward[rows].mean()) / (reward[rows].std(ddof=1) + 1e-6)
+    whole, fewer = exact(advantage, counted, counted), exact(advantage, counted, advantage != 0)
+    assert 0 < np.sum(advantage != 0) < counted.sum()
+    assert_gradients_agree(fewer, whole, 1e-8)
+    (mini,) = batch.without(PACKING, assigned.silent).micro_batches(sequences, assigned, 1.0, learner.partitioner)
+    state, _ = learner.update(fresh_state(learner), mini)
+    assert_gradients_agree(first_gradient(state), whole)
 
 
 def test_means_over_tokens_are_those_of_the_sequences_that_are_read(learner):
