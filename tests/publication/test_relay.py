@@ -1,6 +1,7 @@
 """Weights that sampler hosts pass on to each other: whatever a relay does, the next one has what the learner wrote, or says that it has not."""
 
 import asyncio
+import itertools
 import json
 import signal
 import time
@@ -13,7 +14,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 from bucket import KEY, Bucket
-from relay_site import TOKEN, Process, address, announce, beside, contents, ended, free_port, serving, status, written
+from relay_site import TOKEN, Process, address, beside, contents, ended, free_port, serving, status, written
 
 from jaxrl_llm.publication.object_store import BLOCK_BYTES, BLOCKS, MARKER
 from jaxrl_llm.publication.relays import blocks
@@ -110,19 +111,26 @@ def test_wrong_bytes_of_a_relay_are_never_kept(two, tmp_path, caplog):
     )
 
 
-def test_a_relay_that_is_killed_in_the_middle_is_by_passed(tmp_path):
+def test_a_relay_that_is_killed_in_the_middle_is_by_passed(tmp_path, monkeypatch):
+    """It is killed when the relay that asks it writes the second of its 16 blocks."""
     objects = contents({str(i): 2 * BLOCK_BYTES for i in range(8)}, 4)
     said = written(address(tmp_path / "l"), 4, objects)
-    doomed = Process(tmp_path / "doomed", 4, free_port()).ready()
+    doomed, written_blocks, write = (
+        Process(tmp_path / "doomed", 4, free_port()).ready(),
+        itertools.count(1),
+        blocks.Block.write,
+    )
+
+    def killing(block: blocks.Block, folder: Path, content: bytes) -> None:
+        if next(written_blocks) == 2:
+            doomed.end()
+        write(block, folder, content)
 
     async def run() -> None:
         assert (await ended(doomed.url, said))["state"] == "whole"
+        monkeypatch.setattr(blocks.Block, "write", killing)
         async with beside(relay(tmp_path)) as last:
-            await announce(last, told := replace(said, before=(doomed.url,)))
-            while (await status(last, said.id))["bytes"].get(doomed.url, 0) < BLOCK_BYTES:
-                await asyncio.sleep(0.002)
-            doomed.end()
-            found = await ended(last, told)
+            found = await ended(last, replace(said, before=(doomed.url,)))
             assert found["state"] == "whole" and "it is not reached" in found["bypassed"][doomed.url]
             assert found["bytes"].keys() == {doomed.url, "source"}, "it was killed in the middle"
             same(found["path"], objects)
