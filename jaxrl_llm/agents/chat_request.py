@@ -48,8 +48,8 @@ class ChatRequest:
     ignored: tuple[str, ...]
 
 
-def read(body: Mapping[str, Any], session: Session) -> ChatRequest:
-    """Reads a request.
+def read(body: Mapping[str, Any], session: Session, adapter: str = "") -> ChatRequest:
+    """Reads a request to the policy, or to the loaded adapters of that name.
 
     Raises:
       BadRequest: a field is wrong, or asks for several answers, for other tokens than the sampled ones, for images or audio.
@@ -74,7 +74,7 @@ def read(body: Mapping[str, Any], session: Session) -> ChatRequest:
     most = limit(body, "max_completion_tokens")
     wish = Wish(
         max_tokens=limit(body, "max_tokens") if most is None else most, stop_strings=stops(body), stop_token_ids=stop_ids(body),
-        seed=whole(body, "seed"), settings=settings,
+        seed=whole(body, "seed"), settings=settings, adapter=adapter,
     )  # fmt: skip
     options = body.get("stream_options")
     return ChatRequest(

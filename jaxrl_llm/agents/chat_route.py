@@ -182,7 +182,7 @@ class Chat:
             choice["logprobs"] = {"content": logprobs, "refusal": None}
         body: dict[str, Any] = {
             "id": f"chatcmpl-{session.id}-{call.number}", "object": "chat.completion", "created": int(time.time()),
-            "model": self.service.model, "choices": [choice], "usage": usage(len(call.prompt), len(done.tokens)),
+            "model": call.adapter or self.service.model, "choices": [choice], "usage": usage(len(call.prompt), len(done.tokens)),
         }  # fmt: skip
         if asked.echoed:
             choice["token_ids"], body["prompt_token_ids"] = done.tokens.tolist(), call.prompt.tolist()

@@ -12,6 +12,7 @@ import os
 import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from aiohttp import web
@@ -165,7 +166,7 @@ class RunningGateway:
         return session
 
     async def _read(
-        self, request: web.Request, read: Callable[[dict[str, Any], Session], T]
+        self, request: web.Request, read: Callable[[dict[str, Any], Session, str], T]
     ) -> tuple[T, Session, bytes]:
         """Returns the parsed request, its session, and a digest of its body.
 
@@ -175,19 +176,32 @@ class RunningGateway:
         text = await serving.body(request, self._patience.body_s)
         async with self._turns:
             await asyncio.sleep(0)
-            asked = read(_object(text, self.service.model), session)
+            body = _object(text)
+            asked = read(body, session, self._adapter(body.get("model")))
             return asked, session, hashlib.blake2b(request.path.encode() + b"\0" + text, digest_size=16).digest()
 
+    def _adapter(self, model: Any) -> str:
+        """Returns the name of the loaded adapters that a request's `model` names, "" for the policy; raises BadRequest (404) for others."""
+        policy, adapters = self.service.model, self.service.adapters
+        if model is None or model == policy:
+            return ""
+        if model not in adapters:
+            names = ", ".join(map(repr, (policy, *adapters)))
+            raise BadRequest(f"there is no model {model!r}: choose {names}", "model", "model_not_found", status=404)
+        return str(model)
+
     async def _models(self, request: web.Request) -> web.Response:
-        session = self._session(request)
-        card = {
-            "id": self.service.model, "object": "model", "created": 0, "owned_by": "jaxrl_llm", "max_model_len": session.max_length,
-        }  # fmt: skip
-        return web.json_response({"object": "list", "data": [card]})
+        """Lists the policy, and the loaded adapters, whose parent it is as in vLLM's list."""
+        session, policy = self._session(request), self.service.model
+        shared = {"object": "model", "created": 0, "owned_by": "jaxrl_llm", "max_model_len": session.max_length}
+        parents = {policy: None} | dict.fromkeys(self.service.adapters, policy)
+        return web.json_response(
+            {"object": "list", "data": [{"id": name, **shared, "parent": parent} for name, parent in parents.items()]}
+        )
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        passed = frozenset(self.config.passed)
-        asked, session, digest = await self._read(request, lambda body, of: generate_route.read(body, of, passed))
+        read = partial(generate_route.read, passed=frozenset(self.config.passed))
+        asked, session, digest = await self._read(request, read)
         work = self._answered(request, session, digest, lambda: generate_route.generate(self.service, session, asked))
         if not asked.stream:
             return web.Response(text=(await work).text, content_type="application/json")
@@ -235,16 +249,14 @@ class RunningGateway:
         return self._once[session.id]
 
 
-def _object(text: bytes, model: str) -> dict[str, Any]:
-    """Parses the JSON object of a body; raises BadRequest for anything else, and for another model."""
+def _object(text: bytes) -> dict[str, Any]:
+    """Parses the JSON object of a body; raises BadRequest for anything else."""
     try:
         body = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"the body is no JSON: {error}") from error
     if not isinstance(body, dict):
         raise BadRequest(f"the body is a JSON object (got {type(body).__name__})")
-    if body.get("model") not in (None, model):
-        raise BadRequest(f"the model is {model!r} (got {body['model']!r})", "model", "model_not_found", status=404)
     return body
 
 

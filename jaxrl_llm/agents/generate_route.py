@@ -60,12 +60,13 @@ class Asked:
     ignored: tuple[str, ...]
 
 
-def read(body: Mapping[str, Any], session: Session, passed: frozenset[str] = frozenset()) -> Asked:
+def read(body: Mapping[str, Any], session: Session, adapter: str = "", passed: frozenset[str] = frozenset()) -> Asked:
     """Reads a request.
 
     Args:
       body: the request's body.
       session: the session, whose limits bound the request.
+      adapter: name of the loaded adapters that it asks; "" for the policy.
       passed: names of unknown sampling parameters that are accepted.
 
     Raises:
@@ -93,7 +94,7 @@ def read(body: Mapping[str, Any], session: Session, passed: frozenset[str] = fro
     ignored += [name for name in _IGNORED if body.get(name) is not None]
     wish = Wish(
         max_tokens=limit(given, "max_tokens"), stop_strings=stops(given), stop_token_ids=stop_ids(given), seed=whole(given, "seed"),
-        settings=settings,
+        settings=settings, adapter=adapter,
     )  # fmt: skip
     echoed = bool(body.get("return_token_ids"))
     return Asked(

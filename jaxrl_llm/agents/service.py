@@ -66,6 +66,7 @@ class Wish:
       stop_token_ids: further token ids that end it.
       seed: a seed, with which equal calls of the session sample the same tokens.
       settings: how tokens are drawn, where the session is not trained; None for the session's settings.
+      adapter: name of the loaded adapters that draw, which are not learned from; "" for the policy.
       fork: the reason for a new branch, see `Session.begin`.
     """
 
@@ -74,6 +75,7 @@ class Wish:
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
     settings: SamplingParams | None = None
+    adapter: str = ""
     fork: str = ""
 
 
@@ -108,6 +110,11 @@ class TokenService:
         self._flowing, self._empty = asyncio.Event(), asyncio.Event()
         self._flowing.set()
         self._empty.set()
+
+    @property
+    def adapters(self) -> Sequence[str]:
+        """The names of the adapters that the sampler has loaded, which requests may name in place of the policy."""
+        return [name for name in getattr(self.sampler, "loaded", ()) if name != self.model]
 
     # -- sessions ------------------------------------------------------------------------------------------------------
 
@@ -173,7 +180,7 @@ class TokenService:
         """
         if self._in_flight >= self.most_waiting:
             raise Overloaded(f"{self._in_flight} calls are in flight or wait, the most that are taken")
-        asked = session.begin(np.asarray(ids, np.int32), wish.fork)
+        asked = session.begin(np.asarray(ids, np.int32), wish.fork, wish.adapter)
         work = asyncio.create_task(self._sampled(session, asked, wish))
         session.running(asked, work.cancel)
         self._in_flight += 1
@@ -230,7 +237,7 @@ class TokenService:
         wished = own.max_tokens if wish.max_tokens is None else wish.max_tokens
         most = max(1, min(own.max_tokens, wished, session.max_length - length, session.left()))
         return replace(
-            drawn, max_tokens=most, min_tokens=min(drawn.min_tokens, most),
+            drawn, adapter=wish.adapter or own.adapter, max_tokens=most, min_tokens=min(drawn.min_tokens, most),
             stop_token_ids=tuple(dict.fromkeys((*own.stop_token_ids, *wish.stop_token_ids))),
             stop_strings=tuple(dict.fromkeys((*own.stop_strings, *wish.stop_strings))),
         )  # fmt: skip

@@ -1,7 +1,8 @@
 """A session: the policy calls of one rollout as a tree of exact token prefixes, and the branches that are learned from.
 
 A node of the tree is a call. Its parent is the call whose prompt and completion together are the longest exact prefix of its own
-prompt. A path from a root to a leaf is a branch; a token that was sampled is learned from in the first branch that holds it.
+prompt. A path from a root to a leaf is a branch; a token that the policy sampled is learned from in the first branch that holds it. What
+other adapters sampled, where a call names them, stays in the branches as what was said, and is learned from in none.
 """
 
 import hashlib
@@ -49,6 +50,7 @@ class Call:
       completion: the sampled completion.
       parent: number of the call that the prompt continues; None for the first of a conversation.
       served: the policy version that was served when the call began.
+      adapter: name of the loaded adapters that sampled the completion; "" for the policy.
     """
 
     number: int
@@ -56,6 +58,7 @@ class Call:
     completion: Completion
     parent: int | None
     served: int
+    adapter: str = ""
 
     @property
     def length(self) -> int:
@@ -87,6 +90,7 @@ class Asked:
       parent: the call that it continues, or None.
       place: the call's number among those with this prompt.
       fork: why the call does not continue the end of a branch; "" where it does, and for the first call.
+      adapter: name of the loaded adapters that it asks; "" for the policy.
     """
 
     number: int
@@ -94,6 +98,7 @@ class Asked:
     parent: Call | None
     place: int
     fork: str
+    adapter: str
 
 
 @dataclass(eq=False, kw_only=True)
@@ -144,12 +149,13 @@ class Session:
         """The number of tokens sampled so far."""
         return sum(len(call.completion.tokens) for call in self._calls.values())
 
-    def begin(self, prompt: np.ndarray, fork: str = "") -> Asked:
+    def begin(self, prompt: np.ndarray, fork: str = "", adapter: str = "") -> Asked:
         """Begins a call.
 
         Args:
           prompt: int32 [P].
           fork: the reason to be counted where the call does not continue the end of a branch; "" derives it from the tokens.
+          adapter: name of the loaded adapters that it asks; "" for the policy.
 
         Raises:
           Ended: the session is closed, or a limit is reached.
@@ -172,7 +178,7 @@ class Session:
         place = next(i for i in range(len(places) + 1) if i not in places)
         places.add(place)
         self._next += 1
-        return Asked(number=self._next - 1, prompt=prompt, parent=parent, place=place, fork=reason)
+        return Asked(number=self._next - 1, prompt=prompt, parent=parent, place=place, fork=reason, adapter=adapter)
 
     def left(self) -> int:
         """Returns the number of tokens that may still be sampled."""
@@ -194,8 +200,12 @@ class Session:
         """Adds the answer of a call to the tree."""
         self._in_flight.pop(asked.number, None)
         parent = None if asked.parent is None else asked.parent.number
-        call = Call(number=asked.number, prompt=asked.prompt, completion=completion, parent=parent, served=served)
+        call = Call(
+            number=asked.number, prompt=asked.prompt, completion=completion, parent=parent, served=served, adapter=asked.adapter
+        )  # fmt: skip
         self._calls[call.number] = call
+        if asked.adapter:
+            self.counters["adapter_calls"] += 1
         if asked.fork:
             self.counters[f"fork/{asked.fork}"] += 1
         return call
@@ -255,7 +265,8 @@ class Session:
     # -- what is learned from ------------------------------------------------------------------------------------------
 
     def branches(self) -> tuple[Branch, ...]:
-        """Returns all branches in the order of their last calls; () where no call was answered.
+        """Returns all branches in the order of their last calls, without those of which loaded adapters alone sampled what no earlier
+        branch has; () where the policy answered no call.
 
         Raises:
           Untrainable: a call's arrays differ in length, a log-prob is not finite or above 0, all of them are 0.0, or a version is negative.
@@ -263,7 +274,8 @@ class Session:
         calls = self.calls
         self._check(calls)
         parents, learned = {call.parent for call in calls}, set[int]()
-        return tuple(self._branch(self._path(call), learned) for call in calls if call.number not in parents)
+        paths = (self._path(call) for call in calls if call.number not in parents)
+        return tuple(self._branch(path, learned) for path in paths if any(_is_new(call, learned) for call in path))
 
     def _branch(self, path: list[Call], learned: set[int]) -> Branch:
         """Builds a branch, in which the tokens of calls in `learned` are masked out, and adds its calls to `learned`."""
@@ -275,7 +287,7 @@ class Session:
             start, end = len(call.prompt), call.length
             versions[done:start] = max(call.served, 0)
             logprobs[start:end], versions[start:end] = call.completion.logprobs, call.completion.versions
-            mask[start:end] = call.number not in learned
+            mask[start:end] = _is_new(call, learned)
             turns.append(Turn(start=start - begin, end=end - begin, call=call.number))
             done = end
         learned.update(call.number for call in path)
@@ -327,6 +339,11 @@ def shared(a: np.ndarray, b: np.ndarray) -> int:
     size = min(len(a), len(b))
     different = np.flatnonzero(a[:size] != b[:size])
     return int(different[0]) if len(different) else size
+
+
+def _is_new(call: Call, learned: set[int]) -> bool:
+    """Returns whether a call is to be learned from in a branch: the policy's own, and in no earlier branch."""
+    return not call.adapter and call.number not in learned
 
 
 def _digest(prompt: np.ndarray) -> bytes:

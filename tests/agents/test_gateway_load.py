@@ -22,9 +22,9 @@ def test_requests_that_come_together_leave_the_loop_to_others_in_between(monkeyp
     now, taken = [0], Counter()
     read = chat_request.read
 
-    def counted(body, session):
+    def counted(body, session, adapter):
         taken[now[0]] += 1
-        return read(body, session)
+        return read(body, session, adapter)
 
     monkeypatch.setattr(chat_request, "read", counted)
 

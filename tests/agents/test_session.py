@@ -30,8 +30,8 @@ def drawn(*tokens: int, finish="stop", version=2) -> Completion:
     )
 
 
-def said(of: Session, prompt: np.ndarray, completion: Completion, served: int = 2) -> Asked:
-    asked = of.begin(prompt)
+def said(of: Session, prompt: np.ndarray, completion: Completion, served: int = 2, adapter: str = "") -> Asked:
+    asked = of.begin(prompt, adapter=adapter)
     of.finish(asked, completion, served)
     return asked
 
@@ -52,6 +52,37 @@ def test_turns_that_continue_one_another_are_one_branch():
     assert one.metrics() == {
         "calls": 3, "sampled_tokens": 5, "branches": 1, "branch_tokens": 10, "duplicated_tokens": 0
     }  # fmt: skip
+
+
+def test_what_loaded_adapters_say_stays_in_the_branch_and_is_not_learned_from():
+    one = session()
+    said(one, ids(1, 2), drawn(3, 4))
+    said(one, ids(1, 2, 3, 4, 50), drawn(6, 7), adapter="other")
+    said(one, ids(1, 2, 3, 4, 50, 6, 7, 51), drawn(8))
+    (branch,) = one.branches()
+    assert branch.tokens.tolist() == [3, 4, 50, 6, 7, 51, 8]
+    assert branch.mask.tolist() == [True, True, False, False, False, False, True]
+    assert one.metrics()["adapter_calls"] == 1 and [call.adapter for call in one.calls] == ["", "other", ""]
+
+
+def test_branches_that_loaded_adapters_alone_go_on_with_are_left_out():
+    """The policy's answer 3 is learned from once, in the branch that ends first; a conversation with the adapters alone is none."""
+    one = session()
+    said(one, ids(1, 2), drawn(3))
+    said(one, ids(1, 2, 3, 50), drawn(4))
+    said(one, ids(1, 2, 3, 60), drawn(5), adapter="other")
+    said(one, ids(9), drawn(5, 6), adapter="other")
+    assert [(b.tokens.tolist(), b.mask.tolist()) for b in one.branches()] == [([3, 50, 4], [True, False, True])]
+    other = session()
+    said(other, ids(1, 2), drawn(3))
+    said(other, ids(1, 2, 3, 60), drawn(5), adapter="other")
+    said(other, ids(1, 2, 3, 50), drawn(4))
+    assert [(b.tokens.tolist(), b.mask.tolist()) for b in other.branches()] == [
+        ([3, 60, 5], [True, False, False]), ([3, 50, 4], [False, False, True])
+    ]  # fmt: skip
+    alone = session()
+    said(alone, ids(1, 2), drawn(3), adapter="other")
+    assert alone.branches() == ()
 
 
 def test_a_fork_learns_from_shared_tokens_in_the_first_branch_alone():

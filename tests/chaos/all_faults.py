@@ -18,6 +18,7 @@ FAULTS: dict[str, tuple[Fault, int, int]] = {
     "sampler answers garbage": (chaos_samplers.garbage, 3, 60),
     "weights behind a wrong label": (chaos_samplers.mislabelled, 3, 60),
     "relay of a chain killed, hung or lying": (chaos_relays.broken_chain, 3, 30),
+    "version before damaged on a relay": (chaos_relays.damaged_before, 2, 30),
     "canary sabotage": (chaos_weights.sabotaged, 7, 140),
     "clock jumps by days": (chaos_samplers.clock_jump, 2, 40),
     "learner killed at a random moment": (chaos_runs.learner_killed, 0, 3),

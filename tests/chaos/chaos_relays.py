@@ -1,4 +1,4 @@
-"""Relays of a chain that die, hang or lie while weights pass through them: every other host has what the learner wrote."""
+"""Relays of a chain that die, hang, lie or hold damaged weights: every other host has what the learner wrote."""
 
 import asyncio
 import random
@@ -100,4 +100,48 @@ def broken_chain(trial: Trial) -> Row:
             one.end()
     told = ", ".join(f"{kind} {count}" for kind, count in kinds.items())
     row.outcome = f"{told}: every other host has the version, byte for byte; by-passed {causes.total()} times"
+    return row
+
+
+async def after_damage(
+    chain: list[Process],
+    said: tuple[Announcement, Announcement],
+    versions: tuple[dict[str, bytes], dict[str, bytes]],
+    rng: random.Random,
+) -> float:
+    """Two versions go through the chain, a relay's copy of the first is damaged in between; returns the seconds of the second."""
+    struck, last = rng.choice(chain), chain[-1]
+    assert (await ended(last.url, replace(said[0], before=before(chain, last))))["state"] == "whole"
+    await asyncio.to_thread(damage, struck, said[0], versions[0], rng)
+    watch = Stopwatch()
+    for one, found in zip(
+        chain,
+        await asyncio.gather(*(ended(one.url, replace(said[1], before=before(chain, one))) for one in chain)),
+        strict=True,
+    ):
+        assert found["state"] == "whole" and not found["bypassed"], found
+        assert found["kept"] > 0, "most blocks are those of the version before"
+        await asyncio.to_thread(same, one.folder / said[1].id, versions[1])
+    return watch.seconds
+
+
+def damaged_before(trial: Trial) -> Row:
+    """A version goes through a chain of four after one of them has had a bit of each object of the version before flipped."""
+    rng, port, row = random.Random(trial.seed), free_port(), Row(tried=0, outcome="")
+    chain = [Process(trial.folder / f"host{i}", i, port) for i in HOSTS]
+    learner = address(trial.folder / "learner")
+    try:
+        for one in chain:
+            one.ready()
+        for version in range(trial.times):
+            first = contents(OBJECTS, rng.randrange(1 << 30))
+            second = first | contents({"0": OBJECTS["0"]}, rng.randrange(1 << 30))
+            said = written(learner, 2 * version + 1, first), written(learner, 2 * version + 2, second)
+            row.recovered_s.append(asyncio.run(after_damage(chain, said, (first, second), rng)))
+            row.tried, row.into, row.out = row.tried + 1, row.into + len(chain), row.out + len(chain)
+            shutil.rmtree(trial.folder / "learner")
+    finally:
+        for one in chain:
+            one.end()
+    row.outcome = "every host has the next version, byte for byte: it fetches what is damaged, and by-passes none"
     return row

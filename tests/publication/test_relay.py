@@ -1,6 +1,7 @@
 """Weights that sampler hosts pass on to each other: whatever a relay does, the next one has what the learner wrote, or says that it has not."""
 
 import asyncio
+import itertools
 import json
 import signal
 import time
@@ -13,7 +14,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 from bucket import KEY, Bucket
-from relay_site import TOKEN, Process, address, announce, beside, contents, ended, free_port, serving, status, written
+from relay_site import TOKEN, Process, address, beside, contents, ended, free_port, serving, status, written
 
 from jaxrl_llm.publication.object_store import BLOCK_BYTES, BLOCKS, MARKER
 from jaxrl_llm.publication.relays import blocks
@@ -110,19 +111,26 @@ def test_wrong_bytes_of_a_relay_are_never_kept(two, tmp_path, caplog):
     )
 
 
-def test_a_relay_that_is_killed_in_the_middle_is_by_passed(tmp_path):
+def test_a_relay_that_is_killed_in_the_middle_is_by_passed(tmp_path, monkeypatch):
+    """It is killed when the relay that asks it writes the second of its 16 blocks."""
     objects = contents({str(i): 2 * BLOCK_BYTES for i in range(8)}, 4)
     said = written(address(tmp_path / "l"), 4, objects)
-    doomed = Process(tmp_path / "doomed", 4, free_port()).ready()
+    doomed, written_blocks, write = (
+        Process(tmp_path / "doomed", 4, free_port()).ready(),
+        itertools.count(1),
+        blocks.Block.write,
+    )
+
+    def killing(block: blocks.Block, folder: Path, content: bytes) -> None:
+        if next(written_blocks) == 2:
+            doomed.end()
+        write(block, folder, content)
 
     async def run() -> None:
         assert (await ended(doomed.url, said))["state"] == "whole"
+        monkeypatch.setattr(blocks.Block, "write", killing)
         async with beside(relay(tmp_path)) as last:
-            await announce(last, told := replace(said, before=(doomed.url,)))
-            while (await status(last, said.id))["bytes"].get(doomed.url, 0) < BLOCK_BYTES:
-                await asyncio.sleep(0.002)
-            doomed.end()
-            found = await ended(last, told)
+            found = await ended(last, replace(said, before=(doomed.url,)))
             assert found["state"] == "whole" and "it is not reached" in found["bypassed"][doomed.url]
             assert found["bytes"].keys() == {doomed.url, "source"}, "it was killed in the middle"
             same(found["path"], objects)
@@ -185,6 +193,83 @@ def test_a_version_whose_source_is_damaged_is_refused_and_never_whole(tmp_path, 
     asyncio.run(run())
 
 
+def changed(objects: dict[str, bytes], key: str, place: int) -> dict[str, bytes]:
+    """The objects with one bit of one of them flipped."""
+    content = bytearray(objects[key])
+    content[place] ^= 1
+    return objects | {key: bytes(content)}
+
+
+def listed(tmp_path: Path, version: int) -> int:
+    """The bytes of the list of a version's blocks."""
+    return (tmp_path / f"l/v{version:08d}" / BLOCKS).stat().st_size
+
+
+def test_of_the_next_version_only_changed_blocks_pass_through_the_chain(two, tmp_path):
+    """A block of the first object and the one after it change: a relay that has the version before gets these, a new one gets all."""
+    objects, (first, second) = contents(SIZES, 21), two
+    after = changed(changed(objects, "weights/a/c/0/0", BLOCK_BYTES + 7), "weights/a/zarr.json", 0)
+    said = written(address(tmp_path / "l"), 21, objects), written(address(tmp_path / "l"), 22, after)
+    few, kept = BLOCK_BYTES + 200 + listed(tmp_path, 22), BLOCK_BYTES + 3 + BLOCK_BYTES
+
+    async def run() -> None:
+        async with beside(relay(tmp_path)) as last, beside(Relay(folder=tmp_path / "new", token=TOKEN)) as new:
+            for announced, content in zip(said, (objects, after), strict=True):
+                found = await ended(last, replace(announced, before=(second.url, first.url)))
+                assert found["state"] == "whole"
+                for folder in (first.folder / announced.id, second.folder / announced.id, found["path"]):
+                    same(folder, content)
+            assert (found["bytes"], found["kept"]) == ({second.url: few}, kept)
+            for one, sender in ((second, first.url), (first, "source")):
+                there = await status(one.url, said[1].id)
+                assert (there["bytes"], there["kept"], there["bypassed"]) == ({sender: few}, kept, {})
+            fresh = await ended(new, replace(said[1], before=(second.url, first.url)))
+            assert (fresh["bytes"], fresh["kept"]) == ({second.url: few + kept}, 0)
+            same(fresh["path"], after)
+            same(tmp_path / "relay" / said[0].id, objects)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("wrong", ["a bit", "a short file", "no file"])
+def test_a_block_that_is_damaged_in_the_version_before_is_fetched(tmp_path, caplog, wrong):
+    """Of three blocks and four bytes the damage takes the second block, or the last, or the object with both."""
+    objects, key = contents(SIZES, 23), "weights/a/c/0/0"
+    said = [written(address(tmp_path / "l"), version, objects) for version in (23, 24)]
+    lost = {"a bit": BLOCK_BYTES, "a short file": 3, "no file": 2 * BLOCK_BYTES + 3}[wrong]
+
+    async def run() -> None:
+        async with beside(relay(tmp_path)) as one:
+            assert (await ended(one, said[0]))["state"] == "whole"
+            damaged = tmp_path / "relay" / said[0].id / key
+            if wrong == "a bit":
+                damaged.write_bytes(changed(objects, key, BLOCK_BYTES)[key])
+            else:
+                damaged.unlink() if wrong == "no file" else damaged.write_bytes(objects[key][:-1])
+            found = await ended(one, said[1])
+            assert found["state"] == "whole" and found["bytes"] == {"source": lost + listed(tmp_path, 24)}
+            assert found["kept"] == sum(SIZES.values()) - lost
+            same(found["path"], objects)
+
+    asyncio.run(run())
+    assert sum("of the version before is damaged or gone" in line for line in caplog.messages) == 1
+
+
+def test_a_relay_that_keeps_one_version_fetches_the_next_whole(tmp_path, caplog):
+    objects = contents(SIZES, 25)
+    said = [written(address(tmp_path / "l"), version, objects) for version in (25, 26)]
+
+    async def run() -> None:
+        async with beside(relay(tmp_path, keep=1)) as one:
+            for announced in said:
+                found = await ended(one, announced)
+                assert (found["state"], found["kept"]) == ("whole", 0)
+                same(found["path"], objects)
+
+    asyncio.run(run())
+    assert not caplog.messages
+
+
 def test_old_versions_go_and_the_learners_own_folder_is_neither_copied_nor_removed(tmp_path):
     def version(number: int) -> Announcement:
         return written(address(tmp_path / "mine"), number, contents({"a": 100 + number}, number))
@@ -206,13 +291,44 @@ def test_old_versions_go_and_the_learners_own_folder_is_neither_copied_nor_remov
     asyncio.run(run())
 
 
-def test_objects_of_a_store_are_read_once_each_and_as_far_ahead_as_memory_goes(tmp_path, monkeypatch):
-    bucket = Bucket()
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+    found = Bucket()
     for name, value in {
-        "AWS_ENDPOINT_URL": bucket.url, "AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": "a secret of the tests",
+        "AWS_ENDPOINT_URL": found.url, "AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": "a secret of the tests",
         "AWS_EC2_METADATA_DISABLED": "true",
     }.items():  # fmt: skip
         monkeypatch.setenv(name, value)
+    yield found
+    found.close()
+
+
+def sent_of(bucket: Bucket) -> dict[str, int]:
+    """The bytes that a store has sent of each object but the list of blocks, by the last part of its name."""
+    return {key.rpartition("/")[2]: n for key, n in bucket.sent.items() if "_BLOCKS" not in key}
+
+
+def test_objects_of_a_store_that_have_not_changed_are_not_read_unless_they_are_damaged(bucket, tmp_path):
+    """Of six objects the third has changed, and the fifth is damaged where the version before lies."""
+    objects = contents({str(i): BLOCK_BYTES // 2 for i in range(6)}, 27)
+    said = written("s3://bucket/run", 27, objects)
+
+    async def run() -> None:
+        async with beside(relay(tmp_path)) as one:
+            assert (await ended(one, said))["state"] == "whole"
+            (tmp_path / "relay" / said.id / "weights/4").write_bytes(changed(objects, "weights/4", 9)["weights/4"])
+            after = changed(objects, "weights/2", 100)
+            announced = written("s3://bucket/run", 28, after)
+            bucket.sent.clear()
+            found = await ended(one, announced)
+            assert (found["state"], found["kept"]) == ("whole", 4 * (BLOCK_BYTES // 2)), found
+            same(found["path"], after)
+
+    asyncio.run(run())
+    assert sent_of(bucket) == {"2": BLOCK_BYTES // 2, "4": BLOCK_BYTES // 2}
+
+
+def test_objects_of_a_store_are_read_once_each_and_as_far_ahead_as_memory_goes(bucket, tmp_path, monkeypatch):
     most, read_ahead = [], blocks.Source._read_ahead
 
     def looked_at(source: blocks.Source, key: str) -> None:
@@ -222,22 +338,17 @@ def test_objects_of_a_store_are_read_once_each_and_as_far_ahead_as_memory_goes(t
     monkeypatch.setattr(blocks, "_AHEAD_BYTES", 2 * BLOCK_BYTES)
     monkeypatch.setattr(blocks.Source, "_read_ahead", looked_at)
     objects = contents({str(i): BLOCK_BYTES // 2 for i in range(12)}, 7)
-    try:
-        said = written("s3://bucket/run", 7, objects)
-        bucket.sent.clear()
+    said = written("s3://bucket/run", 7, objects)
+    bucket.sent.clear()
 
-        async def run() -> None:
-            async with beside(relay(tmp_path)) as last:
-                found = await ended(last, said)
-                assert found["state"] == "whole", found
-                same(found["path"], objects)
+    async def run() -> None:
+        async with beside(relay(tmp_path)) as last:
+            found = await ended(last, said)
+            assert found["state"] == "whole", found
+            same(found["path"], objects)
 
-        asyncio.run(run())
-    finally:
-        bucket.close()
-    assert {key.rpartition("/")[2]: n for key, n in bucket.sent.items() if "_BLOCKS" not in key} == {
-        str(i): BLOCK_BYTES // 2 for i in range(12)
-    }
+    asyncio.run(run())
+    assert sent_of(bucket) == {str(i): BLOCK_BYTES // 2 for i in range(12)}
     assert max(most[:1]) == 2 * BLOCK_BYTES and max(most) <= 4 * BLOCK_BYTES, "of eight that are asked for at once"
 
 

@@ -95,6 +95,10 @@ def test_hosts_pass_versions_on_and_a_host_without_its_relay_reads_the_source(ti
                 place = client.publisher.folder / f"v{version:08d}"
                 size = SIZE + sum((place / file).stat().st_size for file in (FILE, "weights/_BLOCKS"))
                 assert found["publish/relay_source_bytes"] == size, "one host alone read where the learner wrote"
+                assert found["publish/relay_passed_bytes"] == size, "and passed it on to the other"
+                assert found["publish/relay_kept_bytes"] == 0, (
+                    "random objects, and a manifest with the version's number"
+                )
                 assert found["publish/relay_s"] > 0
 
     asyncio.run(run())

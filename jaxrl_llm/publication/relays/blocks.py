@@ -8,7 +8,7 @@ import itertools
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -49,6 +49,24 @@ class Block:
             file.seek(self.first)
             file.write(content)
 
+    def copied(self, folder: Path, to: Path) -> bool:
+        """Copies the block of a version in a folder into an existing file of another; returns False where it is damaged or gone there."""
+        try:
+            content = self.read(folder)
+        except OSError:
+            return False
+        if right := digest(content) == self.digest:
+            self.write(to, content)
+        return right
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """A whole version that a relay has: its folder and its blocks, which the next version may have at the same places."""
+
+    folder: Path
+    blocks: frozenset[Block]
+
 
 def blocks_of(text: bytes) -> list[Block]:
     """Parses the list of a version's blocks; raises ValueError where it is not such a list, or names a place outside the version."""
@@ -75,14 +93,14 @@ class Source:
     """The objects of a version as the learner wrote it, for a relay that reads them block by block.
 
     An object of a store is read whole, and the next ones are read ahead, up to half a gigabyte and at least one object; from a folder
-    single blocks are read.
+    single blocks are read. Blocks that the relay is likely to keep from the version before are not read ahead.
     """
 
-    def __init__(self, address: str, blocks: Sequence[Block] = ()) -> None:
+    def __init__(self, address: str, blocks: Sequence[Block] = (), kept: Collection[Block] = frozenset()) -> None:
         self.address = address
         self._folder = folder_of(address)
         self._store: ts.KvStore | None = None
-        self._left = Counter(block.key for block in blocks)
+        self._left = Counter(block.key for block in blocks if block not in kept)
         self._sizes: Counter[str] = Counter()
         for block in blocks:
             self._sizes[block.key] += block.nbytes
@@ -117,8 +135,12 @@ class Source:
                     return
                 self._reading[following] = asyncio.create_task(self.object(following))
 
+    def wanted(self, block: Block) -> None:
+        """Records that a block of `kept` is to be fetched after all."""
+        self._left[block.key] += 1
+
     def done(self, block: Block) -> None:
-        """Records that a block has arrived, from whatever source; an object whose blocks have all arrived is freed."""
+        """Records that a block to be fetched has arrived, from whatever source; an object whose blocks have all arrived is freed."""
         self._left[block.key] -= 1
         if not self._left[block.key]:
             del self._left[block.key]

@@ -36,6 +36,8 @@ class Relays:
       bypassed: number of relays that others by-passed, or that failed their own host, since the last call of `metrics`.
       seconds: seconds until the last host had the newest version.
       source_bytes: bytes of the newest version that relays read from the learner's publication.
+      passed_bytes: bytes of it that they got from one another.
+      kept_bytes: bytes of it that they had already, as the version before has them too.
     """
 
     port: int
@@ -44,6 +46,8 @@ class Relays:
     bypassed: int = 0
     seconds: float = 0.0
     source_bytes: int = 0
+    passed_bytes: int = 0
+    kept_bytes: int = 0
 
     def __post_init__(self) -> None:
         self._newest, self._begun = -1, 0.0
@@ -90,7 +94,8 @@ class Relays:
 
     def _begin(self, version: int) -> None:
         if version > self._newest:
-            self._newest, self._begun, self.source_bytes = version, time.perf_counter(), 0
+            self._newest, self._begun = version, time.perf_counter()
+            self.source_bytes = self.passed_bytes = self.kept_bytes = 0
 
     def _note(self, relay: str, said: Announcement, status: Mapping[str, Any]) -> None:
         """Counts a relay's status of a version once, even where several servers of its host ask."""
@@ -100,7 +105,10 @@ class Relays:
             (said.version, relay)
         }
         self.seconds = time.perf_counter() - self._begun
-        self.source_bytes += int(status["bytes"].get("source", 0))
+        source = int(status["bytes"].get("source", 0))
+        self.source_bytes += source
+        self.passed_bytes += sum(map(int, status["bytes"].values())) - source
+        self.kept_bytes += int(status["kept"])
         for peer, why in status["bypassed"].items():
             self.count(peer, f"{relay} by-passes it: {why}")
 
@@ -116,7 +124,8 @@ class Relays:
         bypassed, self.bypassed = self.bypassed, 0
         return {
             "sampler/relay_bypassed": float(bypassed), "publish/relay_s": self.seconds,
-            "publish/relay_source_bytes": float(self.source_bytes),
+            "publish/relay_source_bytes": float(self.source_bytes), "publish/relay_passed_bytes": float(self.passed_bytes),
+            "publish/relay_kept_bytes": float(self.kept_bytes),
         }  # fmt: skip
 
 

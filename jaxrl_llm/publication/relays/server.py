@@ -3,8 +3,9 @@
     JAXRL_LLM_TOKEN=... python -m jaxrl_llm.publication.relays.server --folder /dev/shm/relay --host 10.0.0.5 --port 9100
 
 It fetches each version once, from the relay before it or from where the learner wrote it, checks each block, and writes it into the
-folder, from which the host's vLLM servers stage it. Each request carries `Authorization: Bearer TOKEN`, over plain HTTP: between hosts,
-use a private network. It needs numpy, tensorstore and aiohttp, which vLLM's environment has.
+folder, from which the host's vLLM servers stage it; blocks that the version before has too are copied from there, and checked. Each
+request carries `Authorization: Bearer TOKEN`, over plain HTTP: between hosts, use a private network. It needs numpy, tensorstore and
+aiohttp, which vLLM's environment has.
 
     POST /announce {"version", "source", "blocks", "before"} -> {"id", "state", "path", ...}     GET /ID -> the same
     GET /ID/blocks, GET /ID/NUMBER -> bytes, or the status 202 where it has not arrived yet
@@ -25,6 +26,7 @@ from aiohttp import web
 
 from jaxrl_llm import command_line, serving
 from jaxrl_llm.publication.object_store import folder_of
+from jaxrl_llm.publication.relays.blocks import Held
 from jaxrl_llm.publication.relays.version import Announcement, Patience, RelayedVersion
 
 _ID = re.compile("[0-9a-f]{32}")
@@ -96,17 +98,21 @@ class Relay:
         versions, name = request.app[_VERSIONS], announced.id
         if name not in versions or versions[name].state == "failed":
             versions.pop(name, None)
-            versions[name] = self._begun(announced, request.app[_SESSION])
+            staying = list(versions.values())[1 - self.keep :] if self.keep > 1 else []
+            held = [one for version in staying if (one := version.held()) is not None]
+            versions[name] = self._begun(announced, request.app[_SESSION], held[-1] if held else None)
             for old in list(versions.values())[: -self.keep]:
                 del versions[old.announced.id]
                 await self._drop(old)
         return web.json_response({"id": name} | versions[name].status())
 
-    def _begun(self, announced: Announcement, session: aiohttp.ClientSession) -> RelayedVersion:
+    def _begun(self, announced: Announcement, session: aiohttp.ClientSession, earlier: Held | None) -> RelayedVersion:
         place = folder_of(announced.source)
         own = self.own is not None and place is not None and place.resolve().is_relative_to(self.own.resolve())
         folder = place if own and place is not None else self.folder / announced.id
-        return RelayedVersion(announced=announced, folder=folder, own=own, session=session, patience=self.patience)
+        return RelayedVersion(
+            announced=announced, folder=folder, own=own, session=session, patience=self.patience, earlier=earlier
+        )
 
     async def _drop(self, version: RelayedVersion) -> None:
         version.task.cancel()

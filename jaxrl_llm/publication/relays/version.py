@@ -3,7 +3,7 @@
 The learner announces the digest of the list of all blocks, so that a relay can check every block from any sender. A relay asks the one
 before it in the order of the announcement; where that one is dead, hangs, is slow or sends wrong bytes, it asks the one before that,
 and finally the source. All fetch in one order, so that a block is passed on as soon as it arrives: a chain takes hardly longer than one
-host.
+host. A block that the version before has at the same place, with the same digest, is copied from there and not fetched.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ import aiohttp
 
 from jaxrl_llm.publication import object_store
 from jaxrl_llm.publication.object_store import BLOCK_BYTES, BLOCKS, MARKER, digest
-from jaxrl_llm.publication.relays.blocks import Block, Source, blocks_of
+from jaxrl_llm.publication.relays.blocks import Block, Held, Source, blocks_of
 
 _LOG = logging.getLogger(__name__)
 SOURCES = (*object_store.SCHEMES, "file://")
@@ -111,11 +111,13 @@ class RelayedVersion:
       own: whether it is already complete in that folder.
       session: HTTP session to peers, with the token.
       patience: limits of waiting for peers.
+      earlier: a version before, of which it keeps the blocks that are the same; None fetches all.
       state: "fetching", "whole" or "failed".
       error: the error where it failed.
       seconds: seconds that it took.
       bypassed: {peer: why it is asked for nothing more}.
       nbytes: {peer, or "source": bytes that it sent}.
+      kept: bytes that are those of the version before.
     """
 
     announced: Announcement
@@ -123,25 +125,31 @@ class RelayedVersion:
     own: bool
     session: aiohttp.ClientSession
     patience: Patience
+    earlier: Held | None = None
     state: str = "fetching"
     error: str = ""
     seconds: float = 0.0
     bypassed: dict[str, str] = field(default_factory=dict)
     nbytes: dict[str, int] = field(default_factory=dict)
+    kept: int = 0
 
     def __post_init__(self) -> None:
         self._began, self._text, self._blocks = time.perf_counter(), b"", []  # type: tuple[float, bytes, list[Block]]
         self._there: dict[int, asyncio.Event] = {}  # by number of a block that is awaited, or has arrived
-        self._listed, self._introduced = asyncio.Event(), set[str]()
+        self._listed, self._introduced, self._lost = asyncio.Event(), set[str](), False
         self._source = Source(self.announced.source)
         self.task = asyncio.create_task(self._fetch())
 
     def status(self) -> dict[str, Any]:
-        """Returns state, error, seconds, bytes by their sender, by-passed peers with the reasons, and the folder."""
+        """Returns state, error, seconds, bytes by their sender, bytes kept, by-passed peers with the reasons, and the folder."""
         return {
             "version": self.announced.version, "state": self.state, "error": self.error, "seconds": self.seconds,
-            "bytes": dict(self.nbytes), "bypassed": dict(self.bypassed), "path": str(self.folder),
+            "bytes": dict(self.nbytes), "kept": self.kept, "bypassed": dict(self.bypassed), "path": str(self.folder),
         }  # fmt: skip
+
+    def held(self) -> Held | None:
+        """Returns what the next version may keep of this one; None where this one is not whole."""
+        return Held(folder=self.folder, blocks=frozenset(self._blocks)) if self.state == "whole" else None
 
     # -- what others are given -----------------------------------------------------------------------------------------
 
@@ -175,7 +183,7 @@ class RelayedVersion:
         try:
             self._text = await self._given("blocks", None)
             self._blocks = blocks_of(self._text)
-            self._source = Source(self.announced.source, self._blocks)
+            self._source = Source(self.announced.source, self._blocks, self.earlier.blocks if self.earlier else ())
             self._listed.set()
             if self.own:
                 for number in range(len(self._blocks)):
@@ -197,9 +205,10 @@ class RelayedVersion:
         async def one_after_the_other() -> None:
             for number in numbers:
                 block = self._blocks[number]
-                content = await self._given(str(number), block)
-                await asyncio.to_thread(block.write, self.folder, content)
-                self._source.done(block)
+                if not await self._keeps(block):
+                    content = await self._given(str(number), block)
+                    await asyncio.to_thread(block.write, self.folder, content)
+                    self._source.done(block)
                 self._event(number).set()
 
         try:
@@ -210,6 +219,18 @@ class RelayedVersion:
             raise failed.exceptions[0] from None
         marker = self.folder / MARKER
         await asyncio.to_thread(marker.write_bytes, b"{}")
+
+    async def _keeps(self, block: Block) -> bool:
+        """Copies a block from the version before; returns False where that has none like it, or has it no longer as it was."""
+        if self.earlier is None or block not in self.earlier.blocks:
+            return False
+        if await asyncio.to_thread(block.copied, self.earlier.folder, self.folder):
+            self.kept += block.nbytes
+            return True
+        level, self._lost = logging.DEBUG if self._lost else logging.WARNING, True
+        _LOG.log(level, "version %d: %s of the version before is damaged or gone", self.announced.version, block.key)
+        self._source.wanted(block)
+        return False
 
     def _right(self, block: Block | None, content: bytes) -> bool:
         if block is None:

@@ -77,6 +77,7 @@ class Engine:
 
     everywhere = True  # all processes of a run call it alike, and decode together
     converses = True
+    loaded = property(lambda self: self.shelf.names, doc="The names of the loaded sets of adapters, in order.")
 
     def __post_init__(self) -> None:
         self._weights = Weights(policy=self.policy, serve=self.serve, shelf=self.shelf)
