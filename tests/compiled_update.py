@@ -2,7 +2,7 @@
 
     python tests/compiled_update.py v6e:2x2 update.hlo --attention=reference
 
-More flags are those of tools.bench. LIBTPU_INIT_ARGS overrules the flags that a run on the target gets.
+More flags are those of tools.bench, and --heads and --kv_heads of the model. LIBTPU_INIT_ARGS overrules the flags that a run on the target gets.
 """
 
 import json
@@ -32,9 +32,11 @@ def main(target: str, out: Path, flags: Sequence[str]) -> None:
     from jaxrl_llm.tools import bench, bench_case, programs
 
     # As in Qwen2.5 on 16 chips, tiles of entries are odd in number and a chip's share of the width fills none.
-    SHAPES[MODEL] = Qwen2(
-        vocabulary_size=4224, width=896, layers=3, heads=7, kv_heads=1, head_width=128, mlp_width=2816, tied=True
-    )
+    given = dict(flag.removeprefix("--").split("=", 1) for flag in flags)
+    heads = {"heads": 7, "kv_heads": 1} | {
+        name: int(given.pop(name)) for name in ("heads", "kv_heads") if name in given
+    }
+    SHAPES[MODEL] = Qwen2(vocabulary_size=4224, width=896, layers=3, head_width=128, mlp_width=2816, tied=True, **heads)
     facts = programs.facts
 
     def kept(account, *rest):
@@ -45,7 +47,6 @@ def main(target: str, out: Path, flags: Sequence[str]) -> None:
     programs.facts = kept
     with programs.on(target) as there:
         own = {"model": MODEL, "rows": str(len(there.devices)), "row_tokens": str(ROW_TOKENS), "segments": "2"}
-        given = dict(flag.removeprefix("--").split("=", 1) for flag in flags)
         row = bench.row({n: d for n, (_, d, _) in bench_case.SWEPT.items()} | own | given, 1, None, target)
     print(json.dumps({name: row[name] for name in ("kernels", "programs")}))
 

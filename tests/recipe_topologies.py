@@ -3,15 +3,16 @@
     python tests/recipe_topologies.py FOLDER [NAME[@TARGET] ...]
 
 A header names TPUs by a line such as "# TPUs: v6e:2x4, ...". Without names all recipes that name some are compiled, which takes minutes each; NAME@TARGET
-takes another target. Models and data are those of train/every_recipe.py, whose sizes are the published ones; FOLDER takes them. Needs libtpu.
+takes another target. Models and data are those of train/every_recipe.py, whose sizes are the published ones; FOLDER/stand_ins takes them. Needs libtpu.
 """
 
 import os
 import re
 import resource
+import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -43,8 +44,9 @@ def arguments(name: str, target: str) -> list[str]:
 
 def compiled(folder: Path, name: str, target: str) -> str:
     """What launch says of a recipe for a target, with the seconds of a processor that it took."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | {
-        "HF_HUB_CACHE": str(folder / "hub"), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "TPU_STDERR_LOG_LEVEL": "3",
+        "HF_HUB_CACHE": str(folder / "hub"), "HF_HUB_OFFLINE": "1", "PYTHONPATH": path, "TPU_STDERR_LOG_LEVEL": "3",
     }  # fmt: skip
     command = [sys.executable, "-m", "jaxrl_llm.launch", *arguments(name, target)]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -57,14 +59,32 @@ def compiled(folder: Path, name: str, target: str) -> str:
     return "\n".join([*said, f"({after.ru_utime - before.ru_utime:.0f} s of a processor)"])
 
 
-def main(folder: Path, names: Sequence[str]) -> None:
+def made(folder: Path, write: Callable[[Path], None]) -> Path:
+    """Returns the folder of what `write` makes, inside `folder`: it bears its name once it is whole, so that no half-made one is used."""
+    whole, half = folder / "stand_ins", folder / "stand_ins.unfinished"
+    if not whole.exists():
+        if half.exists():
+            print(f"{half} is what an interrupted run left: it is made again", flush=True)
+            shutil.rmtree(half)
+        half.mkdir(parents=True)
+        write(half)
+        half.rename(whole)
+    return whole
+
+
+def write_stand_ins(folder: Path) -> None:
+    """Writes the models and data sets of the recipes."""
     from every_recipe import write_data, write_models
 
-    folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / "hub").exists():
-        (folder / "gin").symlink_to(ROOT / "gin")
-        write_models(folder / "hub", folder)
-        write_data(folder / "data_sets")
+    write_models(folder / "hub", folder)
+    write_data(folder / "data_sets")
+
+
+def main(folder: Path, names: Sequence[str]) -> None:
+    folder = made(folder, write_stand_ins)
+    # The recipes of this checkout, whichever made the folder.
+    (folder / "gin").unlink(missing_ok=True)
+    (folder / "gin").symlink_to(ROOT / "gin")
     targets = named()
     for name in names or targets:
         recipe, _, target = name.partition("@")

@@ -108,9 +108,19 @@ def divisible(
     return jnp.pad(q, more), jnp.pad(k, more), jnp.pad(v, more)
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _repeated(x: Float[Array, "B S K C"], times: int) -> Float[Array, "B S heads C"]:
     """Repeats each head `times` times; its gradient is the sum over the copies, which devices take in float32."""
-    return jnp.repeat(x.astype(jnp.float32), times, axis=2).astype(x.dtype)
+    return jnp.repeat(x, times, axis=2)
+
+
+def _repeated_backward(times: int, _: None, g: jax.Array) -> tuple[jax.Array]:
+    copies = g.reshape(*g.shape[:2], -1, times, g.shape[-1])
+    # TPU's compiler would round the parts of devices before their sum, which is rounded after it.
+    return (jax.lax.optimization_barrier(jnp.sum(copies, axis=3, dtype=jnp.float32)).astype(g.dtype),)
+
+
+_repeated.defvjp(lambda x, times: (_repeated(x, times), None), _repeated_backward)
 
 
 def mesh_decode(

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.distributed import padding, scatter
@@ -93,6 +93,18 @@ class Stored:
     def parts(self, dimensions: Sequence[int]) -> bool:
         """Returns whether a product over these dimensions of the weight gives each device a part of a sum, as an axis besides fsdp splits them."""
         return any(axis != GATHERED for d in dimensions for axis in names(self.spec[d]))
+
+    def whole(self, x: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns activations and a weight of which each device uses all, as where heads are not a multiple of the tensor axis.
+
+        The compiler would divide such a product over the tensor axis by itself, and round its parts before it adds them.
+        """
+        if self.mesh.shape["tensor"] == 1 or self.parts(range(weights.ndim)):
+            return x, weights
+        free = (PartitionSpec.UNCONSTRAINED,) * 2
+        rows = PartitionSpec(*(self.rows or free), *[None] * (x.ndim - 2))
+        fixed = lambda a, spec: jax.lax.with_sharding_constraint(a, NamedSharding(self.mesh, spec))  # noqa: E731
+        return fixed(x, rows), fixed(weights, PartitionSpec())
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["weights"], meta_fields=["stored"])
@@ -282,8 +294,10 @@ def on_tpu() -> bool:
 def contracted(x: jax.Array, weights: jax.Array, axes: Any, stored: Stored | None, over: Sequence[int]) -> jax.Array:
     """Contracts as tensordot in the dtype of `x`, over the dimensions `over` of the weights; parts are summed in float32."""
     weights = weights.astype(x.dtype)
-    if stored is None or not stored.parts(over):
+    if stored is None:
         return jnp.tensordot(x, weights, axes)
+    if not stored.parts(over):
+        return jnp.tensordot(*stored.whole(x, weights), axes)
     total = jnp.tensordot(x, weights, axes, preferred_element_type=jnp.float32)
     # TPU's compiler would round some parts before their sum, since what is added is rounded after it.
     return jax.lax.optimization_barrier(total).astype(x.dtype)

@@ -105,18 +105,33 @@ def test_the_heads_gradient_is_scattered_and_its_weights_are_not_turned(compiled
     assert copies == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("target", "chips"), [("v5p:4x4x4", 64), ("v6e:16x16", 256)])
-def test_weights_that_a_pod_holds_are_gathered_beside_computation(target, chips):
+def printed(script, *arguments):
+    """What a script of tests/ that has libtpu compile something prints as JSON."""
     if importlib.util.find_spec("libtpu") is None:
         pytest.skip("the compiler of TPUs is not installed: libtpu")
     own = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_", "LIBTPU_"))}
-    command = [sys.executable, "tests/compiled_gathers.py", target]
+    command = [sys.executable, f"tests/{script}", *map(str, arguments)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, env=own)
     assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+# Heads that the tensor axis divides; key heads that it does not, whose copies' gradients are added; and neither.
+@pytest.mark.slow
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (8, 1), (7, 1)])
+def test_parts_that_the_tensor_axis_makes_are_added_in_float32(heads, kv_heads):
+    said = printed("compiled_heads.py", "v6e:2x2", heads, kv_heads)
+    assert said["narrow_sums"] == []
+    # There are such sums: of the MLP's output and its input's gradient, of 128 tokens in one row and a width of 256.
+    assert "f32[1,128,256]" in said["added"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("target", "chips"), [("v5p:4x4x4", 64), ("v6e:16x16", 256)])
+def test_weights_that_a_pod_holds_are_gathered_beside_computation(target, chips):
     # Two weights of 4096 x 8192 bfloat16 numbers in each of three layers. By its defaults libtpu sums them with zeros on v5p:4x4x4, which
     # sends twice as much, and waits for one of them on v6e:16x16.
-    assert json.loads(done.stdout.splitlines()[-1]) == [["all-gather", True, 3, 2 * 4096 * 8192, chips]] * 2
+    assert printed("compiled_gathers.py", target) == [["all-gather", True, 3, 2 * 4096 * 8192, chips]] * 2
 
 
 # Each check fails on the program that XLA makes by itself.

@@ -25,3 +25,23 @@ def test_recipes_name_targets_that_programs_can_be_compiled_for():
     assert named
     for target in named.values():
         assert topology.parsed(target)[0] in topology.TPUS
+
+
+def test_a_folder_that_an_interrupted_run_left_is_made_again(tmp_path, capsys):
+    def interrupted(folder):
+        (folder / "hub").mkdir()
+        raise KeyboardInterrupt
+
+    def write(folder):
+        (folder / "hub").mkdir()
+        (folder / "data_sets").mkdir()
+
+    with pytest.raises(KeyboardInterrupt):
+        recipe_topologies.made(tmp_path, interrupted)
+    assert capsys.readouterr().out == ""
+    folder = recipe_topologies.made(tmp_path, write)
+    assert sorted(one.name for one in folder.iterdir()) == ["data_sets", "hub"]
+    assert "is what an interrupted run left: it is made again" in capsys.readouterr().out
+    # A whole one stays.
+    assert recipe_topologies.made(tmp_path, interrupted) == folder and capsys.readouterr().out == ""
+    assert list(tmp_path.iterdir()) == [folder]
