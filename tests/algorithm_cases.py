@@ -1,6 +1,7 @@
 """Random views and packed batches for the tests of the algorithms, built with NumPy alone."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -145,12 +146,16 @@ def value_and_gradient(algorithm: Any, outputs: Mapping[str, Any], batch: MicroB
     """The loss, and its gradient [B, T] by the policy's log-probs, its divergence from a teacher where that is the loss, or by the values of the reward model it trains."""
     model, name = ("reward_model", "value") if "reward_model" in algorithm.needs else ("policy", "logprob")
     name = "teacher_divergence" if "teacher_divergence" in algorithm.needs else name
+    value, gradient = _value_and_gradient(outputs, batch, algorithm=algorithm, model=model, name=name)
+    return float(value), np.asarray(gradient)
 
+
+@partial(jax.jit, static_argnames=("algorithm", "model", "name"))
+def _value_and_gradient(outputs: Any, batch: MicroBatch, *, algorithm: Any, model: str, name: str) -> Any:
     def f(stat: jax.Array) -> jax.Array:
         return total_loss(algorithm, {**outputs, model: {**outputs[model], name: stat}}, batch)
 
-    value, gradient = jax.value_and_grad(f)(jnp.asarray(outputs[model][name]))
-    return float(value), np.asarray(gradient)
+    return jax.value_and_grad(f)(outputs[model][name])
 
 
 def numeric_gradient(

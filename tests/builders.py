@@ -1,13 +1,19 @@
 """Rollouts and scored groups from plain numbers, and a sampler that needs no model."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pytest
 
 from jaxrl_llm.experience import Completion, Group, Prompt, Rollout, SamplingParams, Scores
+
+
+def slow_but(quick: Container[Any], every: Iterable[Any]) -> list[Any]:
+    """Parameters of tests: `every` one, those besides `quick` with the mark of slow tests."""
+    return [x if x in quick else pytest.param(x, marks=pytest.mark.slow) for x in every]
 
 
 def make_prompt(name: str = "p", tokens: Sequence[int] = (1, 2), **fields: Any) -> Prompt:

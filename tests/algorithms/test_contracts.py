@@ -45,17 +45,18 @@ def sequences_of(name, **changes):
     return sequences
 
 
-def case(name):
-    """(algorithm, sequences, advantages, batch with one sequence a row, outputs)."""
+@cache
+def made(name):
+    """(sequences, advantages, batch with one sequence a row, outputs)."""
     sequences = sequences_of(name)
     assigned = advantages_of(name)(sequences)
-    return (
-        build(name),
-        sequences,
-        assigned,
-        make_batch(sequences, assigned, build(name).constant),
-        make_outputs(sequences),
-    )
+    return sequences, assigned, make_batch(sequences, assigned, build(name).constant), make_outputs(sequences)
+
+
+def case(name):
+    """(algorithm, sequences, advantages, batch, outputs), of which a test may change the outputs."""
+    sequences, assigned, batch, outputs = made(name)
+    return build(name), sequences, assigned, batch, {model: dict(stats) for model, stats in outputs.items()}
 
 
 def packed(outputs, rows):

@@ -188,7 +188,9 @@ def whole() -> dict[str, Any]:
     return gradients(1, 1)
 
 
-@pytest.mark.parametrize(("micro", "devices"), [(4, 1), (8, 1), (1, 8), (2, 8)])
+@pytest.mark.parametrize(
+    ("micro", "devices"), [(4, 1), (8, 1), *(pytest.param(n, 8, marks=pytest.mark.slow) for n in (1, 2))]
+)
 def test_loss_and_gradient_do_not_depend_on_the_split(micro: int, devices: int) -> None:
     found = gradients(micro, devices)
     for name in NAMES:

@@ -85,7 +85,9 @@ def backend():
     return "xla"
 
 
-@pytest.mark.parametrize("size", [16, 32, 64])
+@pytest.mark.parametrize(
+    "size", [pytest.param(16, marks=pytest.mark.slow), pytest.param(32, marks=pytest.mark.slow), 64]
+)
 @pytest.mark.parametrize("length", [1, 3, 63, 64, 65, 200])
 def test_chunks_equal_the_recurrence_in_float64_with_all_six_gradients(size, length):
     the_rule_equals_the_recurrence("xla", size, length)

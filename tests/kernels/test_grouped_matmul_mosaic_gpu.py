@@ -39,7 +39,7 @@ def close(got, want):
 
 
 @pytest.mark.parametrize("cluster", [1, 2] if NEW_INTERPRETER else [1])
-@pytest.mark.parametrize("sizes", [[130, 0, 1], [0, 0, 90], [0, 0, 0]])
+@pytest.mark.parametrize("sizes", [[130, 0, 1], pytest.param([0, 0, 90], marks=pytest.mark.slow), [0, 0, 0]])
 def test_products_and_gradients_are_right_in_the_interpreter(sizes, cluster, monkeypatch):
     # The interpreter of jax 0.10 knows neither clusters that share a tile nor transposed operands: products alone.
     tiles = Tiles(columns=128, stages=2, cluster=cluster, multiprocessors=2 * cluster)

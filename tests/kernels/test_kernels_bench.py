@@ -40,7 +40,7 @@ AMOUNTS = {
 }
 
 
-@pytest.mark.parametrize("op", TINY)
+@pytest.mark.parametrize("op", [pytest.param(op, marks=[pytest.mark.slow] if op == "attention" else []) for op in TINY])
 def test_every_backend_has_a_row_a_pass_with_the_rate_of_the_convention(op, capsys, monkeypatch):
     monkeypatch.setattr(bench.np, "median", lambda seconds: 1e-9 if len(seconds) == 10 else None)
     found = rows(capsys, monkeypatch, op)

@@ -164,6 +164,7 @@ def test_the_norms_gradient_is_that_of_float64(monkeypatch):
 # -- token_stats -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_log_probs_are_those_of_float64_with_a_last_tile_that_overlaps():
     vocabulary, cluster = 112, 2 if NEW_INTERPRETER else 1
     # The interpreter of jax 0.10 knows no transposed operands either.
@@ -247,7 +248,7 @@ def attended(q, k, v, segments, window, most=7):
     return wide(attention.packed(q, k, v, jnp.asarray(segments), call, interpret=True))
 
 
-@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.slow), 50])
 def test_attention_is_that_of_float64_and_the_same_bits_in_every_packing_and_in_caches(window, monkeypatch):
     positions, segments = packed(LENGTHS)
     q, k, v = (drawn(2, T, heads, C) for heads in (H, K, K))

@@ -79,7 +79,9 @@ def test_values_and_gradients_are_right_in_the_interpreter(vocabulary, shares, c
     ("tiles", "tokens", "width", "vocabulary"),
     [
         (Tiles(multiprocessors=132), 8191, 1024, 151669),
-        (Tiles(multiprocessors=132, rows=128, columns=128, slice=16), 1024, 896, 151936),
+        pytest.param(
+            Tiles(multiprocessors=132, rows=128, columns=128, slice=16), 1024, 896, 151936, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_both_passes_lower_for_cuda_without_whole_logits(tiles, tokens, width, vocabulary):

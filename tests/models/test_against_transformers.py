@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from builders import slow_but
 
 from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner
 from jaxrl_llm.models import hf_weights
@@ -48,6 +49,7 @@ CONFIGS = {
     "qwen3_moe_irregular": transformers.Qwen3MoeConfig(**EXPERTS, mlp_only_layers=[1]),
     "ministral": transformers.MinistralConfig(**SIZES, sliding_window=3, head_dim=16, layer_types=MIXED),
 }
+QUICK = ("qwen2_untied", "qwen3", "llama_scaled", "mistral_sliding", "qwen3_moe", "ministral")
 LENGTHS = (9, 6)
 
 
@@ -74,7 +76,7 @@ def logits_of(policy, params):
     return jax.jit(logits)
 
 
-@pytest.fixture(scope="module", params=list(CONFIGS))
+@pytest.fixture(scope="module", params=slow_but(QUICK, CONFIGS))
 def pair(request, tmp_path_factory):
     """The same model on both sides: (transformers' model, our logits function)."""
     folder = tmp_path_factory.mktemp(request.param)
@@ -123,7 +125,7 @@ def test_logits_of_packed_sequences_equal_transformers_on_each_alone(pair):
         assert np.abs(part - want).max() <= 1e-4
 
 
-@pytest.mark.parametrize("name", list(CONFIGS))
+@pytest.mark.parametrize("name", slow_but(QUICK, CONFIGS))
 def test_an_exported_folder_gives_the_same_logits_in_transformers(name, tmp_path):
     theirs = random_model(CONFIGS[name])
     theirs.save_pretrained(tmp_path / "in")

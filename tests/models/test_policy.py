@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from builders import slow_but
 
 from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner
 from jaxrl_llm.models.architecture import Capture
@@ -38,7 +39,7 @@ def policy_of(architecture, **fields):
     return Policy(architecture, Partitioner.create(MeshConfig(fsdp=1), jax.devices()[:1]), **fields)
 
 
-@pytest.fixture(scope="module", params=list(ARCHITECTURES))
+@pytest.fixture(scope="module", params=slow_but(("qwen2", "qwen3", "ministral"), ARCHITECTURES))
 def model(request):
     policy = policy_of(ARCHITECTURES[request.param])
     return policy, policy.init(jax.random.key(0))

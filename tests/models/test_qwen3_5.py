@@ -9,6 +9,7 @@ import optax
 import pytest
 import torch
 import transformers
+from builders import slow_but
 from test_against_transformers import SIZES, one_device, random_model
 from test_qwen3_moe import as_theirs
 
@@ -54,7 +55,7 @@ def loaded(name, folder, partitioner=None, remat="none"):
     return theirs, policy, hf_weights.load(policy, folder)
 
 
-@pytest.fixture(scope="module", params=list(CONFIGS))
+@pytest.fixture(scope="module", params=slow_but(("untied", "experts", "next"), CONFIGS))
 def pair(request, tmp_path_factory):
     return request.param, *loaded(request.param, tmp_path_factory.mktemp(request.param))
 
@@ -262,6 +263,7 @@ def test_padding_changes_no_bit(pair):
     assert np.array_equal(one[np.asarray(segments) > 0], two[np.asarray(segments) > 0])
 
 
+@BOTH
 def test_a_captured_state_is_that_of_its_layer(pair):
     """After 2 of 4 layers, in the middle of a period, it is what a model of these 2 layers ends with."""
     _, theirs, policy, params = pair

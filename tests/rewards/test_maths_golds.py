@@ -42,6 +42,7 @@ def golds(folder: Path) -> tuple[list[str], list[str], list[str]]:
     return tested, [row["target"] for row in rows], [hendrycks_math.gold(row["solution"]) for row in rows]
 
 
+@pytest.mark.slow
 def test_every_gold_of_math_is_right_in_its_own_box(real_data: Path, maths: Maths) -> None:
     tested, texts, boxes = golds(real_data / "math")
     assert [len(tested), len(texts), len(boxes)] == [500, 7500, 7500]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from builders import slow_but
 from sampler_cases import Letters, sample
 
 from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner
@@ -34,7 +35,7 @@ CONFIGS = {
 LENGTH, COUNT = 128, 5
 
 
-@pytest.fixture(scope="module", params=list(CONFIGS))
+@pytest.fixture(scope="module", params=slow_but(("dense", "experts"), CONFIGS))
 def models(request, tmp_path_factory):
     """transformers' model, the policy and its parameters."""
     folder = tmp_path_factory.mktemp("hybrid")
