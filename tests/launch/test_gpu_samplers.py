@@ -166,6 +166,7 @@ def test_the_proxy_has_ended_before_vllm_is_asked_to(machine):
     assert ends.read_text().split() == ["proxy", "vllm"]
 
 
+@pytest.mark.slow
 def test_scaling_starts_the_first_samplers_ends_the_others_and_lists_who_is_there(machine):
     urls = machine.home / "urls"
     scale = lambda count: machine.run("gpu_samplers.sh", "scale", count, URLS_FILE=str(urls))  # noqa: E731

@@ -89,7 +89,9 @@ def test_the_bias_enters_the_choice_and_not_the_weights():
     np.testing.assert_allclose(y, want, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize(("parts", "mesh"), [(None, None), (HALVES, MeshConfig(fsdp=2, expert=2))])
+@pytest.mark.parametrize(
+    ("parts", "mesh"), [(None, None), pytest.param(HALVES, MeshConfig(fsdp=2, expert=2), marks=pytest.mark.slow)]
+)
 def test_updates_move_it_by_the_sign_of_the_load_errors(parts, mesh):
     learner = biased(mesh=mesh, devices=4) if mesh else shared()
     batch = make_batch() if parts is None else split(parts)

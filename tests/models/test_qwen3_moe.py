@@ -9,6 +9,7 @@ import optax
 import pytest
 import torch
 import transformers
+from builders import slow_but
 from test_against_transformers import EXPERTS, one_device, random_model
 
 from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner
@@ -34,7 +35,7 @@ def loaded(name, folder, partitioner=None, remat="none"):
     return theirs, policy, hf_weights.load(policy, folder)
 
 
-@pytest.fixture(scope="module", params=list(CONFIGS))
+@pytest.fixture(scope="module", params=slow_but(("plain_tied", "irregular"), CONFIGS))
 def pair(request, tmp_path_factory):
     return request.param, *loaded(request.param, tmp_path_factory.mktemp(request.param))
 
@@ -276,7 +277,11 @@ def test_a_token_without_a_record_is_routed_live(pair):
 
 
 @pytest.mark.parametrize(
-    "sizes", [{"fsdp": 4}, {"fsdp": 2, "tensor": 2}, {"data": 2, "fsdp": 1, "context": 2}, {"fsdp": 3}]
+    "sizes",
+    slow_but(
+        ({"fsdp": 2, "tensor": 2},),
+        [{"fsdp": 4}, {"fsdp": 2, "tensor": 2}, {"data": 2, "fsdp": 1, "context": 2}, {"fsdp": 3}],
+    ),
 )
 def test_a_mesh_changes_neither_loss_nor_gradients_nor_the_report(sizes, tmp_path):
     _, alone, params = loaded("every_second", tmp_path / "m")

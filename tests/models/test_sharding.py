@@ -76,7 +76,12 @@ CASES += [
 ]
 
 
-@pytest.mark.parametrize(("name", "mesh"), CASES)
+QUICK = (("qwen2", "fsdp2_tensor2_context2"), ("odd_heads", "tensor2"), ("ministral", "context4"))
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"), [pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow) for case in CASES]
+)
 def test_a_mesh_changes_no_value(name, mesh):
     params, (hidden, grads, cached) = single(name)
     policy = policy_on(name, *MESHES[mesh])

@@ -53,6 +53,7 @@ def test_every_gold_of_math_is_right_in_its_own_box(real_data: Path, maths: Math
     assert not wrong, f"{len(wrong)} of {len(every)} golds are not right in their own box: {wrong[:10]}"
 
 
+@pytest.mark.slow
 def test_at_most_one_of_1000_golds_of_other_problems_is_accepted(real_data: Path, maths: Maths) -> None:
     tested, _, boxes = golds(real_data / "math")
     spelled = lambda gold: re.sub("[dt]frac", "frac", UNSEEN.sub("", gold))  # noqa: E731

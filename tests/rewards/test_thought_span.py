@@ -62,7 +62,7 @@ def published(folder: Path, name: str) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(made)))
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen2.5"])
+@pytest.mark.parametrize("name", ["qwen3", pytest.param("qwen2.5", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("before", ["\n", ".", ").", " ", "", " \U0001f914"])
 def test_a_tag_is_found_whatever_a_published_tokenizer_joins_it_with(real_data: Path, name: str, before: str) -> None:
     tokenizer = published(real_data, name)

@@ -35,7 +35,7 @@ CONFIGS = {
 LENGTH, COUNT = 128, 5
 
 
-@pytest.fixture(scope="module", params=slow_but(("dense", "experts"), CONFIGS))
+@pytest.fixture(scope="module", params=slow_but(("experts",), CONFIGS))
 def models(request, tmp_path_factory):
     """transformers' model, the policy and its parameters."""
     folder = tmp_path_factory.mktemp("hybrid")
