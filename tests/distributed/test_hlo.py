@@ -88,7 +88,7 @@ def faults(said, program, recorded):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", [pytest.param(t, marks=pytest.mark.xdist_group(t)) for t in TARGETS])
 def test_an_update_is_exact_and_waits_for_nothing_large(compiled, target):
     said, program = compiled(target)
     assert faults(said, program, RECORDED[target]) == []
@@ -96,6 +96,7 @@ def test_an_update_is_exact_and_waits_for_nothing_large(compiled, target):
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("v6e:2x2")
 def test_the_heads_gradient_is_scattered_and_its_weights_are_not_turned(compiled):
     _, program = compiled("v6e:2x2")
     table = 4224 * 896 * 4
@@ -116,9 +117,9 @@ def printed(script, *arguments):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-# Heads that the tensor axis divides; key heads that it does not, whose copies' gradients are added; and neither.
+# Heads that the tensor axis divides, and neither query nor key heads that it does, so that copies' gradients are added.
 @pytest.mark.slow
-@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (8, 1), (7, 1)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (7, 1)])
 def test_parts_that_the_tensor_axis_makes_are_added_in_float32(heads, kv_heads):
     said = printed("compiled_heads.py", "v6e:2x2", heads, kv_heads)
     assert said["narrow_sums"] == []
