@@ -12,8 +12,9 @@ from jaxrl_llm.experience import Completion, Group, Prompt, Rollout, SamplingPar
 
 
 def slow_but(quick: Container[Any], every: Iterable[Any]) -> list[Any]:
-    """Parameters of tests: `every` one, those besides `quick` with the mark of slow tests."""
-    return [x if x in quick else pytest.param(x, marks=pytest.mark.slow) for x in every]
+    """Parameters of tests, or tuples of them: `every` one, those besides `quick` with the mark of slow tests."""
+    values = lambda x: x if isinstance(x, tuple) else (x,)  # noqa: E731
+    return [pytest.param(*values(x), marks=[] if x in quick else pytest.mark.slow) for x in every]
 
 
 def make_prompt(name: str = "p", tokens: Sequence[int] = (1, 2), **fields: Any) -> Prompt:

@@ -9,6 +9,7 @@ import pytest
 from agents.chat_tokenizers import ADD
 from agents.gateways import rendering, speaks, talking, user
 from agents.scripted import Scripted, check_branches
+from builders import slow_but
 
 from jaxrl_llm.experience import SamplingParams
 
@@ -314,7 +315,7 @@ async def talk_at_random(talk, chance: random.Random) -> None:
 
 
 @pytest.mark.parametrize("history", ["keep", "template"])
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
+@pytest.mark.parametrize("seed", slow_but((0,), range(4)))
 def test_random_conversations_are_exact_and_never_fail(seed, history):
     """25 conversations for each seed and history, 200 in all."""
     made = rendering(history=history)

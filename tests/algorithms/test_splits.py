@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from builders import make_group, make_prompt, make_rollout
+from builders import make_group, make_prompt, make_rollout, slow_but
 from learner_cases import SFT_CASE, make_learner
 from test_contracts import NAMES, build
 
@@ -188,9 +188,7 @@ def whole() -> dict[str, Any]:
     return gradients(1, 1)
 
 
-@pytest.mark.parametrize(
-    ("micro", "devices"), [(4, 1), (8, 1), *(pytest.param(n, 8, marks=pytest.mark.slow) for n in (1, 2))]
-)
+@pytest.mark.parametrize(("micro", "devices"), slow_but(((4, 1), (8, 1)), [(4, 1), (8, 1), (1, 8), (2, 8)]))
 def test_loss_and_gradient_do_not_depend_on_the_split(micro: int, devices: int) -> None:
     found = gradients(micro, devices)
     for name in NAMES:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from builders import slow_but
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 
@@ -88,7 +89,7 @@ def test_a_cache_of_8_bits_is_read_as_the_numbers_that_it_holds(backend):
     np.testing.assert_allclose(got, expected(q, k, v, 1, None), rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("cache", [jnp.bfloat16, pytest.param(jnp.float8_e4m3fn, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cache", slow_but((jnp.bfloat16,), (jnp.bfloat16, jnp.float8_e4m3fn)))
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "window", "own", "entries"),
     [(12, 2, None, 2, 128), (4, 4, None, 1, 384), (20, 1, 130, 4, 128), (8, 1, 20, 2, 384)],

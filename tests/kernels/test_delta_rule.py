@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from builders import slow_but
 
 from jaxrl_llm.kernels.delta_rule.api import delta_rule
 from jaxrl_llm.kernels.delta_rule.definition import inverse
@@ -85,9 +86,7 @@ def backend():
     return "xla"
 
 
-@pytest.mark.parametrize(
-    "size", [pytest.param(16, marks=pytest.mark.slow), pytest.param(32, marks=pytest.mark.slow), 64]
-)
+@pytest.mark.parametrize("size", slow_but((64,), (16, 32, 64)))
 @pytest.mark.parametrize("length", [1, 3, 63, 64, 65, 200])
 def test_chunks_equal_the_recurrence_in_float64_with_all_six_gradients(size, length):
     the_rule_equals_the_recurrence("xla", size, length)

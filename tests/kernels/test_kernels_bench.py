@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from builders import slow_but
 
 from jaxrl_llm.kernels import bench, peers
 from jaxrl_llm.kernels.attention.specs import Spec as AttentionSpec
@@ -40,7 +41,7 @@ AMOUNTS = {
 }
 
 
-@pytest.mark.parametrize("op", [pytest.param(op, marks=[pytest.mark.slow] if op == "attention" else []) for op in TINY])
+@pytest.mark.parametrize("op", slow_but(TINY.keys() - {"attention"}, TINY))
 def test_every_backend_has_a_row_a_pass_with_the_rate_of_the_convention(op, capsys, monkeypatch):
     monkeypatch.setattr(bench.np, "median", lambda seconds: 1e-9 if len(seconds) == 10 else None)
     found = rows(capsys, monkeypatch, op)

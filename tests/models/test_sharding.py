@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from builders import slow_but
 
 from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner
 from jaxrl_llm.models.mistral import Mistral
@@ -74,14 +75,10 @@ CASES += [
     ("odd_heads", "context2"),
     ("ministral", "context4"),
 ]
-
-
 QUICK = (("qwen2", "fsdp2_tensor2_context2"), ("odd_heads", "tensor2"), ("ministral", "context4"))
 
 
-@pytest.mark.parametrize(
-    ("name", "mesh"), [pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow) for case in CASES]
-)
+@pytest.mark.parametrize(("name", "mesh"), slow_but(QUICK, CASES))
 def test_a_mesh_changes_no_value(name, mesh):
     params, (hidden, grads, cached) = single(name)
     policy = policy_on(name, *MESHES[mesh])

@@ -115,6 +115,22 @@ def test_a_learner_without_a_name_leaves_all_others_alone(tiny, tmp_path, prefix
     asyncio.run(run())
 
 
+def test_a_server_that_leaves_a_fleet_keeps_nothing_of_the_learner(tiny, tmp_path, prefixes):
+    async def run() -> None:
+        servers = [await FakeVllm(adapters={"00ff-7-8": 7}, dev=False).start() for _ in range(2)]
+        async with client_of(tiny, tmp_path, [server.url for server in servers]) as client:
+            await client.publish({}, 0)
+            await collect(client, prefixes, 1)
+            client._fleet.leave(client._fleet.servers[0], 1.0)
+            await until(lambda: not client._fleet.leaves(servers[0].url))
+            assert [sorted(server.adapters.values()) for server in servers] == [[7], [0, 7]]
+            assert set(checked(prefixes, await collect(client, prefixes, 1))) == {0}
+        for server in servers:
+            await server.kill()
+
+    asyncio.run(run())
+
+
 def test_a_learner_that_ends_leaves_nothing_where_a_server_answers(tiny, tmp_path, prefixes):
     """One of two servers is gone, and requests are in flight at the other, which holds those of a nameless run too."""
 

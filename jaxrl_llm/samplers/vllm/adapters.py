@@ -141,9 +141,11 @@ async def unload_idle(http: VllmHttp) -> None:
 
 async def unload_all(http: VllmHttp, adapter: str, limit_s: float) -> None:
     """Has a server unload all adapters of the run to which `adapter` belongs, as far as it answers in `limit_s`; empty for no run."""
+    if not adapter:
+        return
     with contextlib.suppress(ServerFault, Refused, TimeoutError):
-        async with asyncio.timeout(limit_s if adapter else None):
-            for name in await _held(http) if adapter else ():
+        async with asyncio.timeout(limit_s):
+            for name in await _held(http):
                 if name.partition("-")[0] == adapter.partition("-")[0]:
                     with contextlib.suppress(Refused):  # the server has unloaded them already
                         await http.ask("POST", UNLOAD, {"lora_name": name})

@@ -90,10 +90,13 @@ class Fleet:
         await asyncio.gather(*tasks, return_exceptions=True)
         self.balancer.ended = RuntimeError("the sampler is closed")
         self.balancer.fail(self.balancer.ended)
-        lasting, last = [s for s in self.servers if s.revive is None], self.updates.published
-        await asyncio.gather(*(unload_all(s.http, last.adapter, _CUT_S) for s in lasting if last))
-        for server in (*self.servers, *self._leaving):
-            await server.http.close()
+        await asyncio.gather(*(self._part(server) for server in (*self.servers, *self._leaving)))
+
+    async def _part(self, server: Server) -> None:
+        """Closes the connections to a server; one that the learner did not start unloads the learner's adapters."""
+        last = self.updates.published
+        await unload_all(server.http, last.adapter if last and not server.revive else "", _CUT_S)
+        await server.http.close()
 
     # -- servers that come and go --------------------------------------------------------------------------------------
 
@@ -129,7 +132,7 @@ class Fleet:
             flight.cancel()
         while server.load > 0:
             await asyncio.sleep(_HEARTBEAT_S / 10)
-        await server.http.close()
+        await self._part(server)
         del self._leaving[server]
 
     # -- requests ------------------------------------------------------------------------------------------------------
@@ -357,11 +360,8 @@ class Fleet:
             self._down_since = None if self.balancer.serving() or not self.balancer.waiting else self._down_since or now
             if self._down_since is not None and now - self._down_since > self.limits.wait_s:
                 causes = "; ".join(f"{s.http.url}: {s.cause}" for s in self.servers) or "no server is known"
-                self.balancer.fail(
-                    Unserved(
-                        f"no vLLM server took requests for {self.limits.wait_s:g} s ({causes}): start them, or raise VllmSampler.wait_s"
-                    )
-                )
+                said = f"no vLLM server took requests for {self.limits.wait_s:g} s ({causes})"
+                self.balancer.fail(Unserved(f"{said}: start them, or raise VllmSampler.wait_s"))
 
 
 async def _confirmed(server: Server, ask: Ask, pieces: list[Piece]) -> None:
