@@ -40,6 +40,7 @@ SWEPT: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "moments_dtype": (str, "float32", "dtype of the first moment"),
     "second_moment_dtype": (str, "float32", "dtype of the second moment"),
     "offload": (int, "0", "1 keeps the moments on the host"),
+    "weights": (str, "float32", "how weights are stored: float32, stochastic or compensated"),
     "attention": (str, "auto", f"auto or one of {', '.join(attention.BACKENDS)}: tried first"),
     "token_stats": (str, "auto", f"auto or one of {', '.join(token_stats.BACKENDS)}: tried first"),
     "decode_attention": (str, "auto", f"auto or one of {', '.join(decode_attention.BACKENDS)}: tried first"),
@@ -98,8 +99,8 @@ class Case:
 
     @cached_property
     def learner(self) -> Learner:
-        dtypes = {name: getattr(self, name) for name in ("moments_dtype", "second_moment_dtype")}
-        optimizer = Optimizer(learning_rate=1e-6, offload=bool(self.offload), **dtypes)
+        stored = {name: getattr(self, name) for name in ("moments_dtype", "second_moment_dtype", "weights")}
+        optimizer = Optimizer(learning_rate=1e-6, offload=bool(self.offload), **stored)
         return Learner(
             models={"policy": self.policy}, algorithm=GRPO(entropy_coef=1e-3), optimizers={"policy": optimizer}, updates=1000,
             max_segments=self.packing.sequences_per_row,
