@@ -135,7 +135,7 @@ def held(run: Run, stage: Stage, policy: Any) -> Callable[[int], int]:
     @functools.cache
     def of(several: bool) -> int:
         rows = 1 if several else memory.rows_wanted(stage)
-        at = replace(stage, packing=replace(stage.packing, rows=rows))
+        at = replace(stage, packing=replace(stage.packing, rows=rows, tail=0))
         return sum(memory.state(at, policy).values()) + beside(run, at, policy)
 
     return lambda rows: of(memory.rows_wanted(stage) > rows)
