@@ -1,6 +1,7 @@
 """Checks the fields of components, which are frozen dataclasses that gin builds, and finds the components that their fields hold."""
 
 import contextlib
+import inspect
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -99,7 +100,11 @@ def parts(root: object, kind: Any) -> Iterator[Any]:
 
 
 def close(root: object) -> None:
-    """Closes `root` and its parts that hold processes or connections; where one fails, the others are closed all the same."""
+    """Closes `root` and its parts that hold processes or connections; where one fails, the others are closed all the same.
+
+    Parts whose `close` is a coroutine function belong to an event loop: the player of their rollouts closes them.
+    """
     with contextlib.ExitStack() as closing:
         for part in parts(root, Closing):
-            closing.callback(part.close)
+            if not inspect.iscoroutinefunction(part.close):
+                closing.callback(part.close)

@@ -1,6 +1,7 @@
 """What a run holds is closed when it ends, also where closing a part of it fails."""
 
 import asyncio
+import gc
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -43,6 +44,15 @@ def test_rewards_within_rewards_are_closed_where_one_fails():
     with pytest.raises(OSError, match="a does not close"):
         components.close([Weighted(parts={"inner": inner, "c": Held("c", closed)}), None])
     assert sorted(closed) == ["a", "b", "c"]
+
+
+@pytest.mark.filterwarnings("error")
+def test_what_an_event_loop_closes_is_left_to_its_player():
+    closed: list[str] = []
+    held, player = Held("a", closed), SimpleNamespace(close=Held("b", closed).aclose)
+    components.close([player, held])
+    gc.collect()  # where a coroutine that nothing awaits would be warned of
+    assert closed == ["a"]
 
 
 def test_a_run_closes_everything_where_its_sampler_does_not_close():
