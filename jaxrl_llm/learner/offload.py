@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 HOST, DEVICE = "pinned_host", "device"
-GROUP = 2**30  # bytes of float32 parameters
+GROUP = 2**29  # bytes of float32 parameters
 # Bytes of moments. Above this, the moments of a large group find no contiguous space in a device's memory.
 AHEAD = 2**33
 
