@@ -1,11 +1,11 @@
 """Chooses settings that fit a device: rows of a micro-batch, rematerialisation, and where and in what dtype moments and gradients are.
 
 The account adds the state's own shapes, memory beside it (the reference, the sampler's copy of the weights), the gradient of one
-micro-batch beside the sum of several, and the activations by the cost model, which was compared with measured peaks; or the moments that
-an offloaded optimizer brings to the device beside the sum, where these take more. Among the settings
-that fit, those that change least are preferred: moments in float32 on the device, then the first moment in bfloat16, then both moments
-on the host, then a micro-batch's gradient in bfloat16 too; among these, those of about the least predicted time. As much as the largest
-array of a gradient stays free: memory that is free in pieces holds none.
+micro-batch beside the sum of several, and the activations by the cost model, which was compared with measured peaks; or, where these take
+more, the moments that an offloaded optimizer brings to the device. Among the settings that fit, those that change least are preferred:
+moments in float32 on the device, then the first moment in bfloat16, then both moments on the host, then a micro-batch's gradient in
+bfloat16 too; among these, those of about the least predicted time. As much as the largest array of a gradient stays free: a program's
+temporaries are one piece of memory, and what is free lies in several.
 """
 
 import functools
@@ -113,17 +113,18 @@ def working(policy: Any, stage: Stage, remat: str, rows: int) -> float:
 
 
 def slopes(learner: Learner, remat: str) -> int:
-    """Returns the bytes of one micro-batch's gradient, and of what is made for it where float32 weights have one in bfloat16.
+    """Returns the bytes of one micro-batch's gradient, and of what a gradient in bfloat16 is made with.
 
-    That is the float32 sum of the embedding's rows. Where nothing is recomputed, the layers' rounded weights are kept too.
+    That is the float32 sum of the embedding's rows, and, where nothing is recomputed, a rounded copy of the layers' float32 weights.
     """
     found = 0
     for name, tree in learner.gradients.items():
         stored, narrow = learner.abstract.params[name], rested(tree, learner.optimizers[name].slopes_dtype)
+        smaller = lambda part, than, narrow=narrow: memory.size(narrow[part]) < memory.size(than[part])  # noqa: E731
         found += memory.size(narrow)
-        rounded = {part: x for part, x in narrow.items() if memory.size(x) < memory.size(stored[part])}
-        found += memory.size(tree["embedding"]) if rounded else 0
-        found += sum(memory.size(x) for part, x in rounded.items() if remat == "none" and stack_of(part) is not None)
+        found += sum(memory.size(tree[part]) for part in tree if part == "embedding" and smaller(part, tree))
+        copied = [part for part in tree if remat == "none" and stack_of(part) is not None and smaller(part, stored)]
+        found += sum(memory.size(narrow[part]) for part in copied)
     return found
 
 
