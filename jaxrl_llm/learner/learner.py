@@ -20,7 +20,7 @@ from jaxrl_llm.algorithms.correction import Correction, at_update
 from jaxrl_llm.learner import offload
 from jaxrl_llm.learner import router as routers
 from jaxrl_llm.learner.bfloat16_weights import Compensated, Stochastic
-from jaxrl_llm.learner.optimizer import Optimizer, Rule, Trainable, keep, rested, state_shardings
+from jaxrl_llm.learner.optimizer import Optimizer, Rule, Trainable, keep, read_by, rested, slopes_of, state_shardings
 from jaxrl_llm.learner.score import NO_BASES, Bases, Scorer
 from jaxrl_llm.learner.state import TrainState
 from jaxrl_llm.protocols import Params
@@ -169,11 +169,11 @@ class Learner(Scorer):
         self, params: dict[str, Params], batch: MicroBatch, bases: Bases, place: tuple[Any, Any]
     ) -> tuple[Any, dict[str, Array]]:
         """Returns a micro-batch's gradient, in the dtype that its optimizer asks for, and its share of the metrics."""
-        objective = jax.value_and_grad(self._objective, has_aux=True)
-        trained = {
-            name: rested(tree, self.optimizers[name].slopes_dtype) for name, tree in self.trained(params).items()
-        }
-        (_, scalars), gradient = objective(trained, batch, bases, place)
+        trained = self.trained(params)
+        slopes = {n: slopes_of(tree, self.optimizers[n].slopes_dtype) for n, tree in trained.items()}
+        read = lambda slopes: {n: read_by(tree, trained[n]) for n, tree in slopes.items()}  # noqa: E731
+        objective = lambda slopes: self._objective(read(slopes), batch, bases, place)  # noqa: E731
+        (_, scalars), gradient = jax.value_and_grad(objective, has_aux=True)(slopes)
         return gradient, scalars
 
     def _loaded(

@@ -1,8 +1,9 @@
 """Offloads optimizer state and frozen models to the host's pinned memory, from which they move to the device when they are needed.
 
 The moments of an offloaded optimizer are on the device only while their own parameters are updated: the parameters are
-split into groups of about GROUP bytes, small ones first, and while one group is updated and moves out, the moments of the
-next move in, unless the moments of both take more than AHEAD bytes. A device holds no gradient of groups that are done.
+split into groups of at most GROUP bytes and a share of the model, small ones first, and while one group is updated and moves out, the
+moments of the next move in, unless the moments of both take more than AHEAD bytes or more than the parameters. A device holds no gradient
+of groups that are done.
 """
 
 import math
@@ -12,7 +13,7 @@ from typing import Any
 import jax
 
 HOST, DEVICE = "pinned_host", "device"
-GROUP = 2**30  # bytes of float32 parameters
+GROUP, PARTS = 2**29, 8  # most bytes of float32 parameters of a group, and the least number of such groups in a model
 # Bytes of moments. Above this, the moments of a large group find no contiguous space in a device's memory.
 AHEAD = 2**33
 
@@ -51,8 +52,8 @@ def at(tree: Any) -> tuple[str, ...]:
 def groups(params: Mapping[str, Any], most: int | None = None) -> list[list[Path]]:
     """Groups the paths of the leaves, small ones first, by at most `most` bytes a device; a larger leaf is a group of its own."""
     found: list[list[Path]] = []
-    used, most = 0, GROUP if most is None else most
     leaves = [(bytes_of(leaf), path) for path, leaf in jax.tree_util.tree_leaves_with_path(params)]
+    used, most = 0, min(GROUP, sum(size for size, _ in leaves) // PARTS) if most is None else most
     for size, path in sorted(leaves, key=lambda one: one[0]):
         if not found or used + size > most:
             found.append([])
@@ -100,7 +101,8 @@ def visits(params: Mapping[str, Any], state: Any) -> list[list[int]]:
     """Returns the bytes of moments that a device holds while each group is updated: the group's own, and those moving in for the next."""
     sizes = [sum(map(bytes_of, jax.tree.leaves(cut(state, params, paths)))) for paths in groups(params)]
     both = [sizes[i : i + 2] for i in range(len(sizes))]
-    return [pair if sum(pair) <= AHEAD else pair[:1] for pair in both]
+    most = min(AHEAD, sum(map(bytes_of, jax.tree.leaves(params))))
+    return [pair if sum(pair) <= most else pair[:1] for pair in both]
 
 
 def _leaf(tree: Any, path: Path) -> Any:

@@ -11,6 +11,7 @@ import optax
 
 from jaxrl_llm import components
 from jaxrl_llm.models.architecture import PRECISE, stack_of
+from jaxrl_llm.models.linear import Rounding
 from jaxrl_llm.models.value import HEAD
 
 DTYPES = ("float32", "bfloat16")  # dtypes of weights and of their gradients
@@ -147,6 +148,27 @@ def rested(params: Any, dtype: str) -> Any:
         return x.astype(dtype)
 
     return jax.tree_util.tree_map_with_path(leaf, params)
+
+
+def slopes_of(params: Any, dtype: str) -> Any:
+    """Returns what a gradient in `dtype` is taken of: the parameters, with zeros in place of those that rest in another dtype."""
+    shapes = rested(jax.eval_shape(lambda: params), dtype)
+    return jax.tree.map(lambda x, like: x if x.dtype == like.dtype else jnp.zeros_like(like), params, shapes)
+
+
+def read_by(slopes: Any, params: Any) -> Any:
+    """Returns the parameters that a model computes with, whose gradient is that of `slopes`.
+
+    Those of layers are rounded one layer at a time, so that no rounded copy of them all is beside their gradient.
+    """
+
+    def leaf(path: tuple[Any, ...], slope: Any, x: Any) -> Any:
+        if slope.dtype == x.dtype:
+            return slope
+        found = Rounding(x, slope)
+        return found.read() if stack_of(path[0].key) is None else found
+
+    return jax.tree_util.tree_map_with_path(leaf, slopes, params)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -129,6 +129,38 @@ class Spread:
         return self
 
 
+@partial(jax.tree_util.register_dataclass, data_fields=["weights", "slopes"], meta_fields=[])
+@dataclass(frozen=True)
+class Rounding:
+    """Weights that a layer rounds as it runs, so that no rounded copy of all layers exists; their gradient is that of `slopes`.
+
+    Attributes:
+      weights: [*in, *out] as they are stored; they have no gradient.
+      slopes: [*in, *out] of the dtype that is rounded to; no value of it is read.
+    """
+
+    weights: Any
+    slopes: Any
+
+    def read(self) -> jax.Array:
+        """Returns the rounded weights."""
+        return _read_rounded(self.weights, self.slopes)
+
+
+@jax.custom_vjp
+def _read_rounded(weights: jax.Array, slopes: jax.Array) -> jax.Array:
+    return rounded(weights, slopes.dtype)
+
+
+_read_rounded.defvjp(lambda weights, slopes: (_read_rounded(weights, slopes), None), lambda _, g: (None, g))
+
+
+def read(params: Any) -> Any:
+    """Returns the parameters with each `Rounding` among them read."""
+    whole = lambda x: isinstance(x, Rounding)  # noqa: E731
+    return jax.tree.map(lambda x: x.read() if whole(x) else x, params, is_leaf=whole)
+
+
 def summed(product: Any, stored: Stored | None, x: jax.Array, g: jax.Array) -> jax.Array:
     """Returns `product(x, g)`, the gradient of a weight in float32, summed over the devices that split the rows of `x` and `g`."""
     if stored is None or stored.rows is None:

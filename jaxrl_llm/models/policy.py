@@ -22,7 +22,7 @@ from jaxrl_llm.models import layers as remats
 from jaxrl_llm.models.architecture import Architecture, Capture, stack_of
 from jaxrl_llm.models.attention import Places
 from jaxrl_llm.models.experts import Report, check_division
-from jaxrl_llm.models.linear import Adapted, Quantized, Spread, Stored
+from jaxrl_llm.models.linear import Adapted, Quantized, Rounding, Spread, Stored
 from jaxrl_llm.models.transformer import Apart, Cache, Running, States, Transformer
 
 Params = dict[
@@ -289,6 +289,8 @@ class Policy:
             if isinstance(x, Quantized):
                 outputs = own[path][x.values.ndim - x.scale.ndim + 1 :]
                 return Quantized(leaf(path, x.values), padding.cut(x.scale, (x.scale.shape[0], *outputs)))
+            if isinstance(x, Rounding):
+                return Rounding(leaf(path, x.weights), leaf(path, x.slopes))
             if x.shape == own.get(path, x.shape):
                 return x
             # Sharded as it is stored, so that the last device's shard may be smaller than the others.
@@ -312,7 +314,7 @@ class Policy:
 
         def marked(leaf: Any, like: jax.ShapeDtypeStruct, axes: Axes) -> Any:
             # Not for weights under adapters or a sampler's; norms' scales and biases; experts, which sum their own gradients.
-            if _several(leaf) or "embed" not in axes or "experts" in axes:
+            if isinstance(leaf, Adapted | Quantized) or "embed" not in axes or "experts" in axes:
                 return leaf
             return Spread(leaf, Stored(self.partitioner.mesh, over, PartitionSpec(*like.sharding.spec[1:])))
 
@@ -332,7 +334,7 @@ class Policy:
 
 def _several(x: Any) -> bool:
     """Returns whether several arrays take the place of one parameter."""
-    return isinstance(x, Adapted | Quantized)
+    return isinstance(x, Adapted | Quantized | Rounding)
 
 
 def stored(partitioner: Partitioner, own: jax.ShapeDtypeStruct, axes: Axes) -> jax.ShapeDtypeStruct:

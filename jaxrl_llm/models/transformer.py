@@ -31,7 +31,7 @@ from jaxrl_llm.models.layers import (
     parameter,
     rope,
 )
-from jaxrl_llm.models.linear import added, looked_up, rounded
+from jaxrl_llm.models.linear import added, looked_up, read, rounded
 
 # "k" and "v" of the layers that attend, in the order of `kernels.decode_attention.cache`; of layers with a state "state" [L, S, Hv, dk, dv]
 # and "conv" [L, S, taps - 1, channels].
@@ -161,7 +161,7 @@ class Transformer(nnx.Module):
         if not whole:
             row, stack = divmod(capture.layer, self.architecture.period)
             graph, stacked = nnx.split(getattr(self, self.architecture.stacks[stack]))
-            layer = nnx.merge(graph, jax.tree.map(lambda leaf: leaf[row], stacked))
+            layer = nnx.merge(graph, read(jax.tree.map(lambda leaf: leaf[row], stacked)))
             at = At(jnp.asarray(capture.layer), self._of_layer(routes, capture.layer))
             x = states(layer, x, at)[0][capture.site]
         return (self.norm(x) if capture.final_norm else x), reports
@@ -330,7 +330,7 @@ class Transformer(nnx.Module):
         def one(graph: Any) -> Callable[[Any, tuple[Any, At]], tuple[Any, Any]]:
             def run(carry: Any, inputs: tuple[Any, At]) -> tuple[Any, Any]:
                 state, at = inputs
-                return step(nnx.merge(graph, state), carry, at)
+                return step(nnx.merge(graph, read(state)), carry, at)
 
             if self.run.remat == "none":
                 return run

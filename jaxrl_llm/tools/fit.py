@@ -1,10 +1,11 @@
 """Chooses settings that fit a device: rows of a micro-batch, rematerialisation, and where and in what dtype moments and gradients are.
 
 The account adds the state's own shapes, memory beside it (the reference, the sampler's copy of the weights), the gradient of one
-micro-batch beside the sum of several, and the activations by the cost model, which was compared with measured peaks. Among the settings
-that fit, those that change least are preferred: moments in float32 on the device, then the first moment in bfloat16, then both moments
-on the host, then a micro-batch's gradient in bfloat16 too; among these, those of about the least predicted time. As much as the largest
-array of a gradient stays free: memory that is free in pieces holds none.
+micro-batch beside the sum of several, and the activations by the cost model, which was compared with measured peaks; or, where these take
+more, the moments that an offloaded optimizer brings to the device. Among the settings that fit, those that change least are preferred:
+moments in float32 on the device, then the first moment in bfloat16, then both moments on the host, then a micro-batch's gradient in
+bfloat16 too; among these, those of about the least predicted time. As much as the largest array of a gradient stays free: a program's
+temporaries are one piece of memory, and what is free lies in several.
 """
 
 import functools
@@ -19,7 +20,9 @@ from typing import Any
 import jax
 
 from jaxrl_llm.distributed.mesh import Partitioner
+from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.learner.optimizer import rested
+from jaxrl_llm.models.architecture import stack_of
 from jaxrl_llm.models.lora import AdaptedPolicy
 from jaxrl_llm.samplers.embedded.room import taken_bytes
 from jaxrl_llm.samplers.embedded.sampler import EmbeddedSampler
@@ -101,13 +104,28 @@ def activations(setting: cost_model.Setting, tokens: int, dtype: str) -> float:
 
 
 def working(policy: Any, stage: Stage, remat: str, rows: int) -> float:
-    """Returns the bytes of an update beside the state: its activations, and one micro-batch's gradient where the sum of several is state."""
-    own = 0
-    if memory.rows_wanted(stage) > rows:
-        learner = learner_of(stage, policy, 0)
-        shapes = (rested(tree, learner.optimizers[name].slopes_dtype) for name, tree in learner.gradients.items())
-        own = sum(memory.size(tree) for tree in shapes)
-    return own + activations(setting_of(policy, stage, remat), _tokens(stage, rows, policy), policy.compute_dtype)
+    """Returns the bytes of an update beside the state: its gradient's program, or moments that come to the device where these take more."""
+    learner = learner_of(stage, policy, 0)
+    coming = memory.visiting(learner) - memory.size(learner.gradients)  # the state counts all gradients
+    own = slopes(learner, remat) if memory.rows_wanted(stage) > rows else 0
+    program = own + activations(setting_of(policy, stage, remat), _tokens(stage, rows, policy), policy.compute_dtype)
+    return max(coming, program)
+
+
+def slopes(learner: Learner, remat: str) -> int:
+    """Returns the bytes of one micro-batch's gradient, and of what a gradient in bfloat16 is made with.
+
+    That is the float32 sum of the embedding's rows, and, where nothing is recomputed, a rounded copy of the layers' float32 weights.
+    """
+    found = 0
+    for name, tree in learner.gradients.items():
+        stored, narrow = learner.abstract.params[name], rested(tree, learner.optimizers[name].slopes_dtype)
+        smaller = lambda part, than, narrow=narrow: memory.size(narrow[part]) < memory.size(than[part])  # noqa: E731
+        found += memory.size(narrow)
+        found += sum(memory.size(tree[part]) for part in tree if part == "embedding" and smaller(part, tree))
+        copied = [part for part in tree if remat == "none" and stack_of(part) is not None and smaller(part, stored)]
+        found += sum(memory.size(narrow[part]) for part in copied)
+    return found
 
 
 def setting_of(policy: Any, stage: Stage, remat: str) -> cost_model.Setting:

@@ -106,20 +106,32 @@ def streaming(params: Mapping[str, Any], moments: Any, gradient: Any) -> int:
     return max(sum(slopes[i:]) + sum(visit) for i, visit in enumerate(offload.visits(params, moments)))
 
 
+def visiting(learner: Learner) -> int:
+    """Returns the peak bytes of gradients, and of moments brought to the device, while the optimizers of a learner work; 0 where none is offloaded."""
+    state, gradients = learner.abstract, learner.gradients
+    away = [n for n, optimizer in learner.optimizers.items() if optimizer.offload]
+    if not away:
+        return 0
+    waiting = [size([gradients[other] for other in away[i + 1 :]]) for i in range(len(away))]
+    most = max(streaming(state.params[n], state.moments[n], gradients[n]) + w for n, w in zip(away, waiting))
+    return most + size([gradient for n, gradient in gradients.items() if n not in away])
+
+
+def resting(learner: Learner) -> Any:
+    """Returns the shapes of the moments that stay on the device. Devices that are not attached do not tell their memories apart."""
+    return {n: moments for n, moments in learner.abstract.moments.items() if not learner.optimizers[n].offload}
+
+
 def of_learner(learner: Learner, batch: MicroBatch, microbatches: int, bases: Bases = NO_BASES) -> dict[str, Account]:
     """Returns accounts of an update's programs with `microbatches` micro-batches, or of scoring with 0.
 
     The whole training state is alive in each.
     """
-    moments = size(learner.abstract) - size(learner.abstract.params)
+    state, moments = learner.abstract, size(resting(learner))
     programs = learner.lowered(batch, microbatches, bases)
     found = {n: account(p, 0 if n in ("whole", "apply") else moments) for n, p in programs.items()}
-    away = [n for n, o in learner.optimizers.items() if o.offload]
-    if away and microbatches:
-        state, gradients = learner.abstract, learner.gradients
-        visiting = max(streaming(state.params[n], state.moments[n], gradients[n]) for n in away)
-        kept = size([gradient for n, gradient in gradients.items() if n not in away])
-        found["apply"] = Account(resident=moments, arguments=size(state.params), outputs=0, temporary=kept + visiting)
+    if microbatches and (held := visiting(learner)):
+        found["apply"] = Account(resident=moments, arguments=size(state.params), outputs=0, temporary=held)
     return found
 
 
@@ -246,7 +258,7 @@ def state(stage: Stage, policy: Policy) -> dict[str, int]:
         gradients = {n: rested(tree, learner.optimizers[n].slopes_dtype) for n, tree in gradients.items()}
     trees = {
         "weights": learner.abstract.params, "gradients": gradients,
-        "moments": learner.abstract.moments, "frozen base": frozen(learner),
+        "moments": resting(learner), "frozen base": frozen(learner),
     }  # fmt: skip
     found = {name: size(tree) for name, tree in trees.items()} | {"reference": reference(stage, policy)}
     return {name: held for name, held in found.items() if held}

@@ -124,7 +124,7 @@ def _phases(run: Run, stage: Stage, policy: Any, target: Target | None) -> tuple
         weights, accounts["decode"] = memory.of_sampling(policy, run.sampler, stage, run.max_length)
         if target is not None:
             accounts["prefill"] = memory.of_prefill(policy, run.sampler, stage, run.max_length)
-        state = memory.size(learner.abstract) + memory.size(bases)
+        state = memory.size([learner.abstract.params, memory.resting(learner), bases])
         own = memory.size(memory.served_shapes(policy, run.sampler))  # among the program's arguments
         phases["sample"] = state + accounts["decode"].peak - own
         if (

@@ -9,11 +9,21 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
-from learner_cases import GRPO_CASE, batches_of, fresh_state, leaves, make_batch, make_learner, split
+from learner_cases import (
+    GRPO_CASE,
+    assert_gradients_agree,
+    batches_of,
+    fresh_state,
+    leaves,
+    make_batch,
+    make_learner,
+    split,
+)
 
 from jaxrl_llm.distributed.mesh import MeshConfig
 from jaxrl_llm.learner.bfloat16_weights import Beside, Compensated, Stochastic, divided, randomly_rounded, whole
-from jaxrl_llm.learner.optimizer import Optimizer, Rule
+from jaxrl_llm.learner.optimizer import Optimizer, Rule, rested
+from jaxrl_llm.models.architecture import Capture
 from jaxrl_llm.models.linear import looked_up
 from jaxrl_llm.models.lora import AdaptedPolicy, LoRA
 from jaxrl_llm.train.checkpoint import Checkpointing, Checkpoints, read_model
@@ -256,6 +266,48 @@ def test_gradients_of_micro_batches_are_rounded_once_and_summed_in_float32():
     ).items():  # half of the distance of two bfloat16, for each of the three that a tied matrix sums
         off = np.linalg.norm(leaves(each[0])[path].astype(np.float64) - x)
         assert off <= 3 * ULP / 2 * np.linalg.norm(x), path
+
+
+def rounded_shapes(jaxpr):
+    """The shapes of the float32 arrays that a program rounds to bfloat16, in loops and calls too."""
+    for one in jaxpr.eqns:
+        if one.primitive.name == "convert_element_type" and one.outvars[0].aval.dtype == jnp.bfloat16:
+            yield one.invars[0].aval.shape
+        for inner in jax.core.jaxprs_in_params(one.params):
+            yield from rounded_shapes(inner)
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_float32_weights_are_rounded_a_layer_at_a_time_where_their_gradient_is_in_bfloat16(remat):
+    learner = narrow("float32", gradients_dtype="bfloat16")
+    learner = replace(learner, models={"policy": replace(learner.policy, remat=remat)})
+    params, batch = learner.abstract.params, batches_of(learner, make_batch())[0]
+    found = set(rounded_shapes(jax.make_jaxpr(learner._slopes)(params, batch, {}, (0, np.uint32(0))).jaxpr))
+    stacks = {x.shape for x in jax.tree.leaves(params["policy"]["layers"]) if x.ndim > 2}
+    assert len(stacks) > 3 and not found & stacks, "a copy of all layers would be as large as their gradient"
+    assert found >= {shape[1:] for shape in stacks}
+    assert params["policy"]["embedding"].shape in found
+
+
+@pytest.mark.parametrize(
+    ("mesh", "devices", "more"),
+    [
+        (MeshConfig(), 1, {}),
+        (MeshConfig(fsdp=3), 3, {}),  # where the mesh stores the width filled up
+        (MeshConfig(fsdp=1, tensor=2), 2, {}),
+        (MeshConfig(), 1, {"capture": Capture(layer=1, site="mlp_in_normed", final_norm=True)}),
+    ],
+    ids=["one device", "filled up", "tensor", "inside a layer"],
+)
+def test_the_gradient_in_bfloat16_is_that_of_weights_rounded_beforehand(mesh, devices, more):
+    learner = replace(narrow("float32", mesh, devices, gradients_dtype="bfloat16"), **more)
+    state, (batch,), place = fresh_state(learner), batches_of(learner, make_batch()), (0, np.uint32(0))
+    got = jax.jit(learner._slopes)(state.params, batch, {}, place)[0]
+    whole = jax.jit(jax.grad(lambda policy: learner._objective({"policy": policy}, batch, {}, place)[0]))
+    want = {"policy": whole(rested(state.params["policy"], "bfloat16"))}
+    assert jax.tree.map(lambda x: x.dtype, got) == jax.tree.map(lambda x: x.dtype, want)
+    wide = lambda tree: jax.tree.map(lambda x: x.astype(jnp.float32), tree)  # noqa: E731
+    assert_gradients_agree(wide(got), wide(want), relative=ULP)
 
 
 def test_gradients_of_a_frequent_token_are_summed_in_float32_whatever_the_tables_dtype_is():

@@ -83,6 +83,23 @@ def test_groups_hold_every_leaf_once_and_stay_within_their_bytes():
         assert size <= 12_000 or len(group) == 1
 
 
+def test_a_small_model_has_several_groups_too(monkeypatch):
+    monkeypatch.setattr(offload, "GROUP", 2**40)
+    params = fresh_state(learner_of(True)).policy
+    whole = sum(x.nbytes for x in jax.tree.leaves(params))
+    for group in offload.groups(params):
+        size = sum(x.nbytes for x in jax.tree.leaves(offload.pruned(params, group)))
+        assert size <= whole / offload.PARTS or len(group) == 1
+
+
+@pytest.mark.parametrize(("arrays", "together"), [(3, 1), (4, 2)], ids=["too large together", "room for two"])
+def test_moments_move_in_ahead_where_those_of_two_groups_take_no_more_than_the_parameters(arrays, together):
+    one = jax.ShapeDtypeStruct((1000,), np.float32, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    params = {f"p{i}": one for i in range(arrays)}
+    found = offload.visits(params, (params, params))
+    assert found == [[8000] * together] * (arrays - 1) + [[8000]]  # two moments of 4000 bytes, in a group of one array
+
+
 @pytest.mark.parametrize("ahead", [2**33, 40_000, 0], ids=["all", "small groups", "none"])
 def test_the_account_of_a_streamed_update_frees_each_gradient_and_holds_moments_within_bounds(monkeypatch, ahead):
     monkeypatch.setattr(offload, "AHEAD", ahead)

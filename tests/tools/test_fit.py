@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 import tiny_run
 
@@ -80,6 +81,33 @@ def test_what_is_held_does_not_depend_on_the_rows_of_the_last_micro_batches(tmp_
         run, _ = built(tmp_path, **LARGER | {"train.Packing.tail": tail}, ROWS=16, ROW_TOKENS=32)
         found.append(fit.needed(run, run.policy.policy(Partitioner.create(run.mesh))))
     assert found[0] == found[1]
+
+
+def test_an_offloaded_update_takes_the_moments_that_come_to_the_device(tmp_path: Path) -> None:
+    run, _ = built(tmp_path, **LARGER, **{"train.Optimizer.offload": True}, ROWS=64, ROW_TOKENS=32, MINIBATCHES=8)
+    policy, (stage,) = run.policy.policy(Partitioner.create(run.mesh)), run.stages
+    assert not memory.summed(stage)
+    one = 4 * 8 * 512 * 1536  # bytes of each of the MLP's three arrays; the others are a single group
+    parameters = 4 * run_plan._count(policy.abstract())
+    # While the first group is updated no gradient is done, and moments of the MLP's first array move in beside the group's own.
+    coming = 2 * (parameters - 3 * one) + 2 * one
+    assert fit.working(policy, stage, "full", 64) == pytest.approx(coming, rel=1e-3)
+    assert fit.activations(fit.setting_of(policy, stage, "full"), 8 * 32, policy.compute_dtype) < coming
+
+
+def test_a_gradient_in_bfloat16_takes_the_float32_sum_of_the_embedding_too(tmp_path: Path) -> None:
+    narrow = {"sources.PolicySource.compute_dtype": "'bfloat16'", "train.Optimizer.gradients_dtype": "'bfloat16'"}
+    run, _ = built(tmp_path, **LARGER | narrow)
+    policy, (stage,) = run.policy.policy(Partitioner.create(run.mesh)), run.stages
+    learner, numbers = learner_of(stage, policy, 0), run_plan._count(policy.abstract())
+    leaves = jax.tree_util.tree_leaves_with_path(policy.abstract())
+    scales = sum(x.size for path, x in leaves if path[-1].key == "scale")
+    table = policy.abstract()["embedding"].size
+    gradient = 2 * (numbers - scales) + 4 * scales
+    assert fit.slopes(learner, "full") == gradient + 4 * table
+    layers = sum(x.size for path, x in leaves if path[0].key == "layers")
+    copied = layers - (scales - 512)  # all but the scales of layers, which stay float32
+    assert fit.slopes(learner, "none") == pytest.approx(gradient + 4 * table + 2 * copied, rel=1e-3)
 
 
 @pytest.mark.slow

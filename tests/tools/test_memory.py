@@ -17,8 +17,10 @@ from jaxrl_llm.algorithms.grpo_w_classmate import GRPOWithClassmate
 from jaxrl_llm.data.sorting import Sorting
 from jaxrl_llm.distributed.mesh import MeshConfig
 from jaxrl_llm.experience import SamplingParams
+from jaxrl_llm.learner import offload
 from jaxrl_llm.learner.optimizer import Optimizer
 from jaxrl_llm.models.lora import AdaptedPolicy, LoRA
+from jaxrl_llm.models.value import ValueModel
 from jaxrl_llm.rewards.wrap import Wrap
 from jaxrl_llm.samplers.embedded.sampler import EmbeddedSampler
 from jaxrl_llm.tools import memory
@@ -127,6 +129,29 @@ def test_the_plan_counts_the_state_that_lies_on_a_device():
     assert memory.state(pairs, policy) == pytest.approx(half, rel=1e-3)
     away = replace(pairs, optimizer=Optimizer(offload=True), offload_reference=True)
     assert memory.state(away, policy) == {"weights": whole, "gradients": whole}
+
+
+def test_moments_on_the_host_are_not_counted_where_a_target_does_not_tell_its_memories_apart(monkeypatch):
+    monkeypatch.setattr(offload, "on_host", lambda sharding: sharding)
+    policy = make_learner(GRPO_CASE).policy
+    found = memory.state(replace(stage(), optimizer=Optimizer(offload=True)), policy)
+    assert found.keys() == {"weights", "gradients", "reference"}
+
+
+def test_while_one_model_is_updated_the_gradients_of_those_after_it_wait(monkeypatch):
+    monkeypatch.setattr(offload, "PARTS", 1)  # one group a model
+    learner = make_learner(GRPO_CASE)
+    critic, optimizer = ValueModel.like(learner.policy), Optimizer(offload=True)
+    both = replace(
+        learner, models={**learner.models, "critic": critic}, optimizers={"policy": optimizer, "critic": optimizer}
+    )
+    number = lambda tree: sum(math.prod(x.shape) for x in jax.tree.leaves(tree))  # noqa: E731
+    policy, head = number(learner.policy.abstract()), 32
+    most = 4 * policy + 8 * policy + 4 * (policy + head)  # gradient and moments of the one, gradient of the other
+    assert most <= memory.visiting(both) < most + 200, "and counts of updates"
+    here = replace(both, optimizers={"policy": optimizer, "critic": Optimizer()})
+    assert memory.visiting(here) == memory.visiting(both), "a gradient stays where its optimizer is on the device"
+    assert memory.visiting(learner) == 0
 
 
 def test_the_plan_counts_weights_in_bfloat16_and_what_lies_beside_them():
