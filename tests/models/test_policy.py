@@ -1,6 +1,8 @@
 """A policy's own laws: causality, packing, the cache, truncation, rematerialisation."""
 
+import re
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,7 @@ from jaxrl_llm.models.mistral import Mistral
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.models.qwen2 import Qwen2
 from jaxrl_llm.models.qwen3 import Qwen3
+from jaxrl_llm.samplers.embedded import decode
 
 SIZES = {
     "vocabulary_size": 61,
@@ -144,6 +147,14 @@ def test_rematerialisation_and_unrolling_change_neither_values_nor_gradients(rem
     assert float(a[0]) == pytest.approx(float(b[0]), rel=1e-5)
     for x, y in zip(jax.tree.leaves(a[1]), jax.tree.leaves(b[1])):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
+
+
+def test_prompts_are_prefilled_by_a_loop_over_layers_however_updates_unroll_them():
+    one, whole = (policy_of(ARCHITECTURES["qwen3"], unroll=unroll) for unroll in (1, SIZES["layers"]))
+    params, tokens = one.init(jax.random.key(0)), jnp.ones((2, 5), jnp.int32)
+    texts = [str(jax.make_jaxpr(partial(decode.prefill, policy=policy))(params, tokens)) for policy in (one, whole)]
+    assert all(re.findall(r"\bunroll=(\d+)", text) == ["1"] for text in texts)
+    assert whole.looped == one and one.looped is one
 
 
 def test_each_remat_policy_keeps_what_it_says_for_the_backward_pass():

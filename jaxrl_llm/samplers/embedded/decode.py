@@ -111,7 +111,8 @@ def prefill(
     params = of_rows(params, places)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     cache = policy.cache(tokens.shape[0], tokens.shape[1], dtype)
-    _, cache, report = policy.routed_extend(params, cache, tokens, positions, fresh=True, counts=counts)
+    # Blocks have many shapes, and a new one is compiled within a step.
+    _, cache, report = policy.looped.routed_extend(params, cache, tokens, positions, fresh=True, counts=counts)
     if report is None or not record:
         return cache, None
     routes = _chosen(report)

@@ -116,5 +116,5 @@ def lengthen(
     params = of_rows(params, places)
     rows = {name: jnp.take(entries, slots, axis=1, mode="clip") for name, entries in cache.items()}
     positions = starts[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
-    _, rows, _ = policy.routed_extend(params, rows, tokens, positions)
+    _, rows, _ = policy.looped.routed_extend(params, rows, tokens, positions)
     return {name: entries.at[:, slots].set(rows[name], mode="drop") for name, entries in cache.items()}
