@@ -19,7 +19,7 @@ from relay_site import TOKEN, Process, address, beside, contents, ended, free_po
 from jaxrl_llm.publication.object_store import BLOCK_BYTES, BLOCKS, MARKER
 from jaxrl_llm.publication.relays import blocks
 from jaxrl_llm.publication.relays.server import Relay
-from jaxrl_llm.publication.relays.version import Announcement, Patience
+from jaxrl_llm.publication.relays.version import Announcement, Patience, RelayedVersion
 
 SIZES = {"a/c/0/0": 2 * BLOCK_BYTES + 3, "a/zarr.json": 200, "b/c/0": BLOCK_BYTES, "empty": 0}
 QUICK = Patience(silent_s=3.0, block_s=20.0)
@@ -227,6 +227,35 @@ def test_of_the_next_version_only_changed_blocks_pass_through_the_chain(two, tmp
             assert (fresh["bytes"], fresh["kept"]) == ({second.url: few + kept}, 0)
             same(fresh["path"], after)
             same(tmp_path / "relay" / said[0].id, objects)
+
+    asyncio.run(run())
+
+
+def test_a_changed_block_is_fetched_before_unchanged_ones_before_it_are_copied(tmp_path, monkeypatch):
+    """Of thirteen objects the last has changed, and no other is copied until it is asked for."""
+    objects = contents({chr(ord("a") + i): 100 for i in range(13)}, 29)
+    said = written(address(tmp_path / "l"), 29, objects)
+    after = changed(objects, "weights/m", 5)
+    asked, block, keeps = asyncio.Event(), blocks.Source.block, RelayedVersion._keeps
+
+    async def noted(source: blocks.Source, one: blocks.Block) -> bytes:
+        asked.set()
+        return await block(source, one)
+
+    async def late(version: RelayedVersion, one: blocks.Block) -> bool:
+        if version.earlier is not None and one in version.earlier.blocks:
+            await asyncio.wait_for(asked.wait(), 10)
+        return await keeps(version, one)
+
+    async def run() -> None:
+        async with beside(relay(tmp_path)) as one:
+            assert (await ended(one, said))["state"] == "whole"
+            asked.clear()
+            monkeypatch.setattr(blocks.Source, "block", noted)
+            monkeypatch.setattr(RelayedVersion, "_keeps", late)
+            found = await ended(one, written(address(tmp_path / "l"), 30, after))
+            assert (found["state"], found["kept"]) == ("whole", 1200), found
+            same(found["path"], after)
 
     asyncio.run(run())
 
