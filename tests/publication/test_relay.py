@@ -381,6 +381,33 @@ def test_objects_of_a_store_are_read_once_each_and_as_far_ahead_as_memory_goes(b
     assert max(most[:1]) == 2 * BLOCK_BYTES and max(most) <= 4 * BLOCK_BYTES, "of eight that are asked for at once"
 
 
+def test_objects_of_a_store_are_read_in_order_and_eight_at_a_time(bucket, tmp_path, monkeypatch):
+    """Were all thirty read at once, the first would arrive with the last, and the next relay would wait for it."""
+    begun, under_way, most, read = [], set[str](), [0], blocks.Source.object
+
+    async def looked_at(source: blocks.Source, key: str) -> bytes:
+        begun.append(key)
+        under_way.add(key)
+        most.append(len(under_way))
+        await asyncio.sleep(0.01)
+        content = await read(source, key)
+        under_way.remove(key)
+        return content
+
+    monkeypatch.setattr(blocks.Source, "object", looked_at)
+    objects = contents({f"{i:02d}": 1000 for i in range(30)}, 31)
+    said = written("s3://bucket/run", 31, objects)
+
+    async def run() -> None:
+        async with beside(relay(tmp_path)) as last:
+            found = await ended(last, said)
+            assert found["state"] == "whole", found
+            same(found["path"], objects)
+
+    asyncio.run(run())
+    assert begun == [BLOCKS, *objects] and max(most) == 8
+
+
 def test_nothing_is_answered_without_the_token(tmp_path):
     said = written(address(tmp_path / "l"), 8, contents(SIZES, 8))
 
