@@ -28,7 +28,7 @@ from relay_rates import local_rates  # noqa: E402
 from relay_site import TOKEN  # noqa: E402
 
 from jaxrl_llm.publication.object_store import BLOCKS  # noqa: E402
-from jaxrl_llm.publication.relays.blocks import _AHEAD_BYTES, blocks_of  # noqa: E402
+from jaxrl_llm.publication.relays.blocks import _AHEAD_BYTES, _READS, blocks_of  # noqa: E402
 from jaxrl_llm.publication.relays.version import _AT_ONCE  # noqa: E402
 from jaxrl_llm.tools.planning.publication import Rates, seconds  # noqa: E402
 
@@ -41,7 +41,6 @@ ENVIRONMENT = {
 ROUTES = ("relays, store", "relays, learner", "store")
 PAYLOAD = 1448 / 1514  # of a frame of Ethernet with TCP
 _LARGE = 1 << 16  # bytes above which an object is one of weights
-_STORE_READS = 32  # objects that tensorstore reads of S3 at a time
 
 
 def address(number: int) -> str:
@@ -195,7 +194,7 @@ def measured(route: str, hosts: int, given: argparse.Namespace) -> list[dict[str
         listed = next((file.read_bytes() for file in top.glob(f"r2/*/{BLOCKS}")), b'{"objects": {}}')
         objects = [size for size, _ in json.loads(listed)["objects"].values()]
         rates["window"] = _AT_ONCE * _mean([block.nbytes for block in blocks_of(listed)])
-        rates["ahead"] = min(_AHEAD_BYTES, _STORE_READS * _mean(objects))
+        rates["ahead"] = min(_AHEAD_BYTES, _READS * _mean(objects))
         return [row | rates for row in rows]
 
 
@@ -211,10 +210,10 @@ def predicted(
 
     All hosts have the same cores: each has its share of a local rate, and waits for the turns of all.
     """
-    local, nbytes = {name: row[name] / hosts for name in ("copy", "digest")}, row["bytes"]
+    local, nbytes = {name: row[name] / hosts for name in ("copy", "digest", "relay")}, row["bytes"]
     read_s = first["publish/stage_s"] - first["publish/relay_s"]
     rates = Rates(
-        link=given.mb_s * 1e6 * PAYLOAD, store=given.mb_s * 1e6 * PAYLOAD, relay=Rates.relay / hosts, gpus=1, learner_gpus=1,
+        link=given.mb_s * 1e6 * PAYLOAD, store=given.mb_s * 1e6 * PAYLOAD, gpus=1, learner_gpus=1,
         read=nbytes / read_s / hosts, load=1e12, steps=first["publish/total_s"] - read_s - nbytes / first["copy"],
         wait=row["wait"] * hosts, window=row["window"], ahead=row["ahead"], **local,
     )  # fmt: skip

@@ -18,9 +18,9 @@ _BLOCKS, _SMALL = 64, 400
 
 
 def local_rates() -> dict[str, float]:
-    """Returns bytes/s of digests and of copied blocks, and seconds that a block of few bytes waits from relay to relay."""
+    """Returns bytes/s of digests, of copied blocks and of blocks from relay to relay, and the seconds that one of few bytes waits."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
-        return _of_blocks(Path(place)) | {"wait": asyncio.run(_turn(Path(place)))}
+        return _of_blocks(Path(place)) | asyncio.run(_between(Path(place)))
 
 
 def _of_blocks(place: Path) -> dict[str, float]:
@@ -43,17 +43,21 @@ def _of_blocks(place: Path) -> dict[str, float]:
         return {"copy": copied, "digest": nbytes / (time.perf_counter() - begin)}
 
 
-async def _turn(place: Path) -> float:
-    """Returns the seconds of one block of a kilobyte, of which a relay fetches eight at a time from another."""
-    said = written(address(place / "learner"), 1, contents({str(i): 1024 for i in range(_SMALL)}))
+async def _between(place: Path) -> dict[str, float]:
+    """Returns what passes from one relay to another: the seconds of a block of a kilobyte, of which eight are fetched at a time, and bytes/s of large ones."""
+    sizes = {str(i): 1024 for i in range(_SMALL)}, {str(i): BLOCK_BYTES for i in range(_BLOCKS)}
+    said = [written(address(place / "learner"), i, contents(one, i)) for i, one in enumerate(sizes)]
     port = free_port()
     relays = [Process(place / f"relay{i}", i, port) for i in (2, 3)]
     try:
         first, second = (one.ready().url for one in relays)
-        assert (await ended(first, said))["state"] == "whole"
-        found = await ended(second, replace(said, before=(first,)))
-        assert found["state"] == "whole" and not found["bypassed"], found
-        return _AT_ONCE * float(found["seconds"]) / _SMALL
+        took = []
+        for announced in said:
+            assert (await ended(first, announced))["state"] == "whole"
+            found = await ended(second, replace(announced, before=(first,)))
+            assert found["state"] == "whole" and not found["bypassed"], found
+            took.append(float(found["seconds"]))
+        return {"wait": _AT_ONCE * took[0] / _SMALL, "relay": _BLOCKS * BLOCK_BYTES / took[1]}
     finally:
         for one in relays:
             one.end()
