@@ -18,13 +18,14 @@ import aiohttp
 from aiohttp import web
 
 from jaxrl_llm.publication.manifest import WEIGHTS
-from jaxrl_llm.publication.object_store import Store
+from jaxrl_llm.publication.object_store import MARKER, Store
 from jaxrl_llm.publication.relays.server import Relay
-from jaxrl_llm.publication.relays.version import Announcement
+from jaxrl_llm.publication.relays.version import Announcement, Patience
 
 TOKEN = "a token of the tests"
 HEADERS = {"Authorization": f"Bearer {TOKEN}"}
 ROOT = Path(__file__).parents[1]
+QUICK = Patience(silent_s=3.0, block_s=20.0)
 
 
 def free_port() -> int:
@@ -48,6 +49,24 @@ def written(store: str, version: int, objects: Mapping[str, bytes]) -> Announcem
     one, name = Store(store), f"v{version:08d}"
     one.write(name, {key: partial(bytes, content) for key, content in objects.items()}, 0, listed=True)
     return Announcement(version=version, source=f"{store}/{name}", blocks=one.complete(name, 1, 10))
+
+
+def changed(objects: dict[str, bytes], key: str, place: int) -> dict[str, bytes]:
+    """The objects with one bit of one of them flipped."""
+    content = bytearray(objects[key])
+    content[place] ^= 1
+    return objects | {key: bytes(content)}
+
+
+def same(folder: str | Path, objects: dict[str, bytes]) -> None:
+    """The folder holds the objects, byte for byte, and the marker of a whole version."""
+    for key, content in objects.items():
+        assert (Path(folder) / key).read_bytes() == content, key
+    assert (Path(folder) / MARKER).read_bytes() == b"{}"
+
+
+def relay(tmp_path: Path, **fields: Any) -> Relay:
+    return Relay(folder=tmp_path / "relay", token=TOKEN, **({"patience": QUICK} | fields))
 
 
 class Process:

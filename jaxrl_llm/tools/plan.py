@@ -44,9 +44,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--rates", metavar="FILE", help="JSON of rates for --publication, in bytes/s (default: measured)"
     )
     parser.add_argument("--hosts", default="1,8,32", help="sampler hosts for --publication")
+    parser.add_argument("--changed", type=float, default=1.0, help="share of the bytes that a version changes, 0 to 1")
     arguments = parser.parse_args(argv)
     if bool(arguments.gin_file) + bool(arguments.compare) + arguments.publication != 1:
         parser.error("give --gin_file, --compare or --publication, one of the three")
+    if not 0 <= arguments.changed <= 1:
+        parser.error(f"--changed is a share of 0 to 1 (got {arguments.changed:g})")
     if arguments.topology and arguments.compare:
         parser.error("--topology compiles the programs of a run: give --gin_file")
     if arguments.device and not arguments.fit:
@@ -66,7 +69,8 @@ def _lines(arguments: argparse.Namespace, chips: Sequence[str]) -> Iterable[str]
         from jaxrl_llm.tools.planning import publication
 
         rates = publication.Rates.read_from(arguments.rates) if arguments.rates else publication.Rates()
-        return publication.table(publication.MODELS, [int(n) for n in arguments.hosts.split(",")], rates)
+        hosts = [int(n) for n in arguments.hosts.split(",")]
+        return publication.table(publication.MODELS, hosts, rates, arguments.changed)
     if arguments.topology:
         topology.prepare(arguments.topology)
         run, _ = command_line.build(arguments.gin_file, arguments.gin)

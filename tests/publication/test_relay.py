@@ -8,21 +8,33 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import pytest
 from aiohttp import web
-from bucket import KEY, Bucket
-from relay_site import TOKEN, Process, address, beside, contents, ended, free_port, serving, status, written
+from relay_site import (
+    QUICK,
+    TOKEN,
+    Process,
+    address,
+    beside,
+    changed,
+    contents,
+    ended,
+    free_port,
+    relay,
+    same,
+    serving,
+    status,
+    written,
+)
 
-from jaxrl_llm.publication.object_store import BLOCK_BYTES, BLOCKS, MARKER
+from jaxrl_llm.publication.object_store import BLOCK_BYTES, BLOCKS
 from jaxrl_llm.publication.relays import blocks
 from jaxrl_llm.publication.relays.server import Relay
-from jaxrl_llm.publication.relays.version import Announcement, Patience
+from jaxrl_llm.publication.relays.version import Announcement, Patience, RelayedVersion
 
 SIZES = {"a/c/0/0": 2 * BLOCK_BYTES + 3, "a/zarr.json": 200, "b/c/0": BLOCK_BYTES, "empty": 0}
-QUICK = Patience(silent_s=3.0, block_s=20.0)
 
 
 @pytest.fixture(scope="module")
@@ -35,17 +47,6 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Process]]:
     finally:
         for one in found:
             one.end()
-
-
-def same(folder: str | Path, objects: dict[str, bytes]) -> None:
-    """The folder holds the objects, byte for byte, and the marker of a whole version."""
-    for key, content in objects.items():
-        assert (Path(folder) / key).read_bytes() == content, key
-    assert (Path(folder) / MARKER).read_bytes() == b"{}"
-
-
-def relay(tmp_path: Path, **fields: Any) -> Relay:
-    return Relay(folder=tmp_path / "relay", token=TOKEN, **({"patience": QUICK} | fields))
 
 
 def test_a_chain_reads_the_source_once_and_each_relay_tells_the_one_before_it(two, tmp_path):
@@ -193,13 +194,6 @@ def test_a_version_whose_source_is_damaged_is_refused_and_never_whole(tmp_path, 
     asyncio.run(run())
 
 
-def changed(objects: dict[str, bytes], key: str, place: int) -> dict[str, bytes]:
-    """The objects with one bit of one of them flipped."""
-    content = bytearray(objects[key])
-    content[place] ^= 1
-    return objects | {key: bytes(content)}
-
-
 def listed(tmp_path: Path, version: int) -> int:
     """The bytes of the list of a version's blocks."""
     return (tmp_path / f"l/v{version:08d}" / BLOCKS).stat().st_size
@@ -227,6 +221,35 @@ def test_of_the_next_version_only_changed_blocks_pass_through_the_chain(two, tmp
             assert (fresh["bytes"], fresh["kept"]) == ({second.url: few + kept}, 0)
             same(fresh["path"], after)
             same(tmp_path / "relay" / said[0].id, objects)
+
+    asyncio.run(run())
+
+
+def test_a_changed_block_is_fetched_before_unchanged_ones_before_it_are_copied(tmp_path, monkeypatch):
+    """Of thirteen objects the last has changed, and no other is copied until it is asked for."""
+    objects = contents({chr(ord("a") + i): 100 for i in range(13)}, 29)
+    said = written(address(tmp_path / "l"), 29, objects)
+    after = changed(objects, "weights/m", 5)
+    asked, block, keeps = asyncio.Event(), blocks.Source.block, RelayedVersion._keeps
+
+    async def noted(source: blocks.Source, one: blocks.Block) -> bytes:
+        asked.set()
+        return await block(source, one)
+
+    async def late(version: RelayedVersion, one: blocks.Block) -> bool:
+        if version.earlier is not None and one in version.earlier.blocks:
+            await asyncio.wait_for(asked.wait(), 10)
+        return await keeps(version, one)
+
+    async def run() -> None:
+        async with beside(relay(tmp_path)) as one:
+            assert (await ended(one, said))["state"] == "whole"
+            asked.clear()
+            monkeypatch.setattr(blocks.Source, "block", noted)
+            monkeypatch.setattr(RelayedVersion, "_keeps", late)
+            found = await ended(one, written(address(tmp_path / "l"), 30, after))
+            assert (found["state"], found["kept"]) == ("whole", 1200), found
+            same(found["path"], after)
 
     asyncio.run(run())
 
@@ -289,67 +312,6 @@ def test_old_versions_go_and_the_learners_own_folder_is_neither_copied_nor_remov
         assert (tmp_path / "mine/v00000001/weights/a").exists()
 
     asyncio.run(run())
-
-
-@pytest.fixture
-def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
-    found = Bucket()
-    for name, value in {
-        "AWS_ENDPOINT_URL": found.url, "AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": "a secret of the tests",
-        "AWS_EC2_METADATA_DISABLED": "true",
-    }.items():  # fmt: skip
-        monkeypatch.setenv(name, value)
-    yield found
-    found.close()
-
-
-def sent_of(bucket: Bucket) -> dict[str, int]:
-    """The bytes that a store has sent of each object but the list of blocks, by the last part of its name."""
-    return {key.rpartition("/")[2]: n for key, n in bucket.sent.items() if "_BLOCKS" not in key}
-
-
-def test_objects_of_a_store_that_have_not_changed_are_not_read_unless_they_are_damaged(bucket, tmp_path):
-    """Of six objects the third has changed, and the fifth is damaged where the version before lies."""
-    objects = contents({str(i): BLOCK_BYTES // 2 for i in range(6)}, 27)
-    said = written("s3://bucket/run", 27, objects)
-
-    async def run() -> None:
-        async with beside(relay(tmp_path)) as one:
-            assert (await ended(one, said))["state"] == "whole"
-            (tmp_path / "relay" / said.id / "weights/4").write_bytes(changed(objects, "weights/4", 9)["weights/4"])
-            after = changed(objects, "weights/2", 100)
-            announced = written("s3://bucket/run", 28, after)
-            bucket.sent.clear()
-            found = await ended(one, announced)
-            assert (found["state"], found["kept"]) == ("whole", 4 * (BLOCK_BYTES // 2)), found
-            same(found["path"], after)
-
-    asyncio.run(run())
-    assert sent_of(bucket) == {"2": BLOCK_BYTES // 2, "4": BLOCK_BYTES // 2}
-
-
-def test_objects_of_a_store_are_read_once_each_and_as_far_ahead_as_memory_goes(bucket, tmp_path, monkeypatch):
-    most, read_ahead = [], blocks.Source._read_ahead
-
-    def looked_at(source: blocks.Source, key: str) -> None:
-        read_ahead(source, key)
-        most.append(sum(len(objects[one]) for one in source._reading))
-
-    monkeypatch.setattr(blocks, "_AHEAD_BYTES", 2 * BLOCK_BYTES)
-    monkeypatch.setattr(blocks.Source, "_read_ahead", looked_at)
-    objects = contents({str(i): BLOCK_BYTES // 2 for i in range(12)}, 7)
-    said = written("s3://bucket/run", 7, objects)
-    bucket.sent.clear()
-
-    async def run() -> None:
-        async with beside(relay(tmp_path)) as last:
-            found = await ended(last, said)
-            assert found["state"] == "whole", found
-            same(found["path"], objects)
-
-    asyncio.run(run())
-    assert sent_of(bucket) == {str(i): BLOCK_BYTES // 2 for i in range(12)}
-    assert max(most[:1]) == 2 * BLOCK_BYTES and max(most) <= 4 * BLOCK_BYTES, "of eight that are asked for at once"
 
 
 def test_nothing_is_answered_without_the_token(tmp_path):

@@ -17,6 +17,7 @@ import tensorstore as ts
 from jaxrl_llm.publication.object_store import BLOCK_BYTES, RETRIES, digest, folder_of, spec
 
 _AHEAD_BYTES = 1 << 29  # most bytes of objects of a store that a relay holds
+_READS = 8  # most objects of a store that are read at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +94,8 @@ class Source:
     """The objects of a version as the learner wrote it, for a relay that reads them block by block.
 
     An object of a store is read whole, and the next ones are read ahead, up to half a gigabyte and at least one object; from a folder
-    single blocks are read. Blocks that the relay is likely to keep from the version before are not read ahead.
+    single blocks are read. A few objects are read at a time, in order: of more, which share the link, the first would arrive late, and
+    relays that wait for it would have nothing to pass on. Blocks that the relay is likely to keep from the version before are not read ahead.
     """
 
     def __init__(self, address: str, blocks: Sequence[Block] = (), kept: Collection[Block] = frozenset()) -> None:
@@ -105,6 +107,7 @@ class Source:
         for block in blocks:
             self._sizes[block.key] += block.nbytes
         self._reading: dict[str, asyncio.Task[bytes]] = {}
+        self._turns = asyncio.Semaphore(_READS)
 
     async def object(self, key: str) -> bytes:
         """Returns a whole object; raises OSError where it cannot be read."""
@@ -133,7 +136,11 @@ class Source:
                 under_way = sum(self._sizes[one] for one in self._reading)
                 if self._reading and following != key and under_way + self._sizes[following] > _AHEAD_BYTES:
                     return
-                self._reading[following] = asyncio.create_task(self.object(following))
+                self._reading[following] = asyncio.create_task(self._in_turn(following))
+
+    async def _in_turn(self, key: str) -> bytes:
+        async with self._turns:
+            return await self.object(key)
 
     def wanted(self, block: Block) -> None:
         """Records that a block of `kept` is to be fetched after all."""

@@ -3,7 +3,8 @@
 The learner announces the digest of the list of all blocks, so that a relay can check every block from any sender. A relay asks the one
 before it in the order of the announcement; where that one is dead, hangs, is slow or sends wrong bytes, it asks the one before that,
 and finally the source. All fetch in one order, so that a block is passed on as soon as it arrives: a chain takes hardly longer than one
-host. A block that the version before has at the same place, with the same digest, is copied from there and not fetched.
+host. A block that the version before has at the same place, with the same digest, is copied from there and not fetched; copies wait for
+no fetch, and fetches for no copy.
 """
 
 import asyncio
@@ -14,7 +15,7 @@ import logging
 import re
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -137,7 +138,7 @@ class RelayedVersion:
         self._began, self._text, self._blocks = time.perf_counter(), b"", []  # type: tuple[float, bytes, list[Block]]
         self._there: dict[int, asyncio.Event] = {}  # by number of a block that is awaited, or has arrived
         self._listed, self._introduced, self._lost = asyncio.Event(), set[str](), False
-        self._source = Source(self.announced.source)
+        self._source, self._fetching = Source(self.announced.source), asyncio.Semaphore(_AT_ONCE)
         self.task = asyncio.create_task(self._fetch())
 
     def status(self) -> dict[str, Any]:
@@ -199,26 +200,30 @@ class RelayedVersion:
             self._source.close()
 
     async def _fetch_blocks(self) -> None:
+        """Fetches and copies at the same time: the link is not idle while unchanged blocks are copied."""
         await asyncio.to_thread(_lay_out, self.folder, self._text)
-        numbers = iter(range(len(self._blocks)))
-
-        async def one_after_the_other() -> None:
-            for number in numbers:
-                block = self._blocks[number]
-                if not await self._keeps(block):
-                    content = await self._given(str(number), block)
-                    await asyncio.to_thread(block.write, self.folder, content)
-                    self._source.done(block)
-                self._event(number).set()
-
+        held = self.earlier.blocks if self.earlier is not None else frozenset()
+        kept = (number for number, block in enumerate(self._blocks) if block in held)
+        others = (number for number, block in enumerate(self._blocks) if block not in held)
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(_AT_ONCE):
-                    group.create_task(one_after_the_other())
+                    group.create_task(self._one_after_the_other(kept))
+                    group.create_task(self._one_after_the_other(others))
         except BaseExceptionGroup as failed:
             raise failed.exceptions[0] from None
         marker = self.folder / MARKER
         await asyncio.to_thread(marker.write_bytes, b"{}")
+
+    async def _one_after_the_other(self, numbers: Iterator[int]) -> None:
+        for number in numbers:
+            block = self._blocks[number]
+            if not await self._keeps(block):
+                async with self._fetching:
+                    content = await self._given(str(number), block)
+                await asyncio.to_thread(block.write, self.folder, content)
+                self._source.done(block)
+            self._event(number).set()
 
     async def _keeps(self, block: Block) -> bool:
         """Copies a block from the version before; returns False where that has none like it, or has it no longer as it was."""

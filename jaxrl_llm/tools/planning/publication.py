@@ -2,11 +2,15 @@
 
 S bytes of a model, N sampler hosts with c servers of t GPUs each, L learner hosts with G GPUs each:
 
-    write     S / (L G write)                every learner host writes its shards: to its own memory, a shared folder or a store
+    write     S / (L G write)                every learner host writes its shards: to its own memory, a shared folder or a store;
+              for relays it lists their digests meanwhile, and takes S / (L digest) where that is longer
     direct    max(N c S / source, c S / link, S / (t read))          every server reads the source by itself, and checks what it reads;
               the source is the store, or on the learner's side its links, L link
-    relays    S / min(source, link, relay) + (N - 1) w / min(link, relay)         each host fetches once, the first from the source; a
-              relay fetches w bytes at a time, which is what the next one is behind; then S / (t read) from the host's folder
+    relays    max(D / min(source, link, relay, digest, w / wait), K / min(copy, w / wait)) + lag, then S / (t read) from the host's folder;
+              D bytes have changed since the version before and pass each link once, the first from the source; the other K = S - D are
+              copied and checked within each host. A relay fetches w bytes at a time, and waits `wait` for its turn at each block.
+              The next one is behind by what is fetched at a time: lag = (N - 1) (min(D, w) / min(link, relay) + wait), and the
+              second host of a store, whose objects are read `ahead` whole, by min(D, ahead) in the place of min(D, w)
     adapters  A / write, then max(N c A / (L link), c A / link)      A bytes of LoRA; nothing is paused
     commit    S / (t load)                   every GPU copies its part, all at once
 
@@ -40,7 +44,11 @@ class Rates:
       read: bytes/s that a rank of a server stages from its host's memory.
       load: bytes/s that a GPU loads in a commit.
       steps: seconds of the calls of an update, and of its canary.
+      digest: bytes/s of the digests that a host computes.
+      copy: bytes/s of unchanged blocks that a relay's host reads, checks and writes.
+      wait: seconds for which a relay waits for its turn at each block.
       window: bytes that a relay fetches at a time.
+      ahead: bytes that the first relay reads of a store at a time.
       learners: number of the learner's hosts.
       learner_gpus: number of GPUs of a learner host.
       gpus: number of GPUs of a sampler host.
@@ -54,7 +62,11 @@ class Rates:
     read: float = 5.4e9
     load: float = 20e9
     steps: float = 0.05
+    digest: float = 3.6e9
+    copy: float = 1.7e9
+    wait: float = 0.0
     window: float = 8 * 2**22
+    ahead: float = 2**29
     learners: int = 1
     learner_gpus: int = 8
     gpus: int = 8
@@ -62,7 +74,9 @@ class Rates:
 
     def __post_init__(self) -> None:
         if wrong := {
-            name: value for name, value in asdict(self).items() if value < 0 or (value == 0 and name != "steps")
+            name: value
+            for name, value in asdict(self).items()
+            if value < 0 or (value == 0 and name not in ("steps", "wait"))
         }:
             raise ValueError(f"rates must be above 0 (got {wrong})")
 
@@ -83,7 +97,7 @@ class Rates:
 
 
 def seconds(
-    nbytes: float, hosts: int, servers: int, route: str, rates: Rates, adapter: float = 0.0
+    nbytes: float, hosts: int, servers: int, route: str, rates: Rates, *, adapter: float = 0.0, changed: float = 1.0
 ) -> dict[str, float]:
     """Returns the seconds by part of one publication.
 
@@ -94,6 +108,7 @@ def seconds(
       route: one of ROUTES.
       rates: measured or assumed rates.
       adapter: bytes of the adapters, for their route.
+      changed: share of the bytes that the version before does not have, for relays.
     """
     if route not in ROUTES:
         raise ValueError(f"a route is one of {', '.join(ROUTES)} (got {route!r})")
@@ -104,11 +119,21 @@ def seconds(
     rank = nbytes * servers / rates.gpus  # bytes of one GPU of a server
     found = {"write": nbytes / (rates.learners * rates.learner_gpus * rates.write), "stage": 0.0}
     if route.startswith("relays"):
-        behind = (hosts - 1) * rates.window / min(rates.link, rates.relay)
-        found |= {"spread": nbytes / min(source, rates.link, rates.relay) + behind, "stage": rank / rates.read}
+        listed, spread = nbytes / (rates.learners * rates.digest), relayed(nbytes, hosts, route, rates, changed)
+        found |= {"write": max(found["write"], listed), "spread": spread, "stage": rank / rates.read}
     else:
         found["spread"] = max(hosts * servers * nbytes / source, servers * nbytes / rates.link, rank / rates.read)
     return found | {"commit": rank / rates.load, "steps": rates.steps}
+
+
+def relayed(nbytes: float, hosts: int, route: str, rates: Rates, changed: float) -> float:
+    """Returns the seconds until the last of the hosts has a version from the relay before it."""
+    source = rates.store if route.endswith("store") else rates.learners * rates.link
+    turns = rates.window / rates.wait if rates.wait else float("inf")
+    fetched, hop = nbytes * changed, min(rates.link, rates.relay)
+    found = max(fetched / min(source, hop, rates.digest, turns), (nbytes - fetched) / min(rates.copy, turns))
+    firsts = [rates.ahead if route.endswith("store") else rates.window, *[rates.window] * (hosts - 2)]
+    return found + sum(min(fetched, first) / hop + rates.wait for first in firsts[: hosts - 1])
 
 
 def lora_bytes(sizes: Architecture, rank: int) -> float:
@@ -121,22 +146,25 @@ def lora_bytes(sizes: Architecture, rank: int) -> float:
     return 2.0 * rank * sizes.layers * layer
 
 
-def table(models: Mapping[str, int], hosts: Sequence[int], rates: Rates) -> Iterator[str]:
+def table(models: Mapping[str, int], hosts: Sequence[int], rates: Rates, changed: float = 1.0) -> Iterator[str]:
     """Yields a line for each model and number of hosts: seconds by route.
 
     Args:
       models: {name of models.sizes.SHAPES: GPUs of a server}.
       hosts: numbers of sampler hosts.
       rates: measured or assumed rates.
+      changed: share of the bytes that have changed since the version before.
     """
     yield "rates          " + ", ".join(f"{name} {value:g}" for name, value in asdict(rates).items())
+    yield f"changed        {changed:g} of the bytes since the version before"
     yield f"{'model':<15}{'GB':>7} {'hosts':>5} {'servers':>7}" + "".join(f"{route:>17}" for route in ROUTES)
     for name, parallel in models.items():
         sizes = SHAPES[name]
         nbytes, servers = 2.0 * flops.parameters(sizes, resident=True), max(rates.gpus // parallel, 1)
         for count in hosts:
             adapter = lora_bytes(sizes, rates.rank)
-            found = [sum(seconds(nbytes, count, servers, route, rates, adapter).values()) for route in ROUTES]
+            parts = [seconds(nbytes, count, servers, r, rates, adapter=adapter, changed=changed) for r in ROUTES]
+            found = [sum(one.values()) for one in parts]
             yield f"{name:<15}{nbytes / 1e9:>7.1f} {count:>5} {count * servers:>7}" + "".join(
                 f"{x:>17.3g}" for x in found
             )
