@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +28,8 @@ _MOST_MAPS = 20_000
 import pytest
 from jaxtyping import install_import_hook
 
+# Threads that import at once can write the bytecode that the hook makes under the name of the plain one, which other processes then read.
+sys.dont_write_bytecode = True
 # Every annotation of the package is executed; an int where a float is asked for is fine, as in Python's own typing.
 install_import_hook("jaxrl_llm", "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))")
 
