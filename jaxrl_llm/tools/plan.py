@@ -48,6 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if bool(arguments.gin_file) + bool(arguments.compare) + arguments.publication != 1:
         parser.error("give --gin_file, --compare or --publication, one of the three")
+    if arguments.changed != 1 and not arguments.publication:
+        parser.error("--changed is a share of a publication's bytes: add --publication, or leave it out")
     if not 0 <= arguments.changed <= 1:
         parser.error(f"--changed is a share of 0 to 1 (got {arguments.changed:g})")
     if arguments.topology and arguments.compare:

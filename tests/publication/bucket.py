@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import threading
 from collections import Counter
+from typing import Any
 from xml.sax.saxutils import escape
 
 from aiohttp import web
@@ -151,3 +152,11 @@ class Bucket:
         )
         text = f'<?xml version="1.0"?><ListBucketResult><IsTruncated>false</IsTruncated>{entries}</ListBucketResult>'
         return web.Response(text=text, content_type="application/xml")
+
+
+def pointed_at(bucket: Bucket, patch: Any) -> None:
+    """Has clients of S3 in this process reach the bucket, by pytest's monkeypatch."""
+    patch.setenv("AWS_ENDPOINT_URL", bucket.url)
+    patch.setenv("AWS_ACCESS_KEY_ID", KEY)
+    patch.setenv("AWS_SECRET_ACCESS_KEY", "a secret of the tests")
+    patch.setenv("AWS_EC2_METADATA_DISABLED", "true")

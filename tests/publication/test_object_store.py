@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import several_hosts
 import tensorstore as ts
-from bucket import KEY, TOKEN, Bucket
+from bucket import TOKEN, Bucket, pointed_at
 from sampler_cases import SIZES, Tiny
 
 from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner
@@ -39,10 +39,7 @@ def server() -> Iterator[Bucket]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TENSORSTORE_GCS_HTTP_URL", one.url)
         patch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", TOKEN)
-        patch.setenv("AWS_ENDPOINT_URL", one.url)
-        patch.setenv("AWS_ACCESS_KEY_ID", KEY)
-        patch.setenv("AWS_SECRET_ACCESS_KEY", "a secret of the tests")
-        patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        pointed_at(one, patch)
         yield one
     one.close()
 

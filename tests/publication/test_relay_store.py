@@ -1,24 +1,22 @@
 """Objects of a store that relays read: once each, in order, and only what has changed."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import pytest
-from bucket import KEY, Bucket
+from bucket import Bucket, pointed_at
 from relay_site import beside, changed, contents, ended, relay, same, written
 
 from jaxrl_llm.publication.object_store import BLOCK_BYTES, BLOCKS
 from jaxrl_llm.publication.relays import blocks
+from jaxrl_llm.publication.relays.version import Announcement
 
 
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
     found = Bucket()
-    for name, value in {
-        "AWS_ENDPOINT_URL": found.url, "AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": "a secret of the tests",
-        "AWS_EC2_METADATA_DISABLED": "true",
-    }.items():  # fmt: skip
-        monkeypatch.setenv(name, value)
+    pointed_at(found, monkeypatch)
     yield found
     found.close()
 
@@ -26,6 +24,18 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
 def sent_of(bucket: Bucket) -> dict[str, int]:
     """The bytes that a store has sent of each object but the list of blocks, by the last part of its name."""
     return {key.rpartition("/")[2]: n for key, n in bucket.sent.items() if "_BLOCKS" not in key}
+
+
+def fetched_whole(folder: Path, said: Announcement, objects: Mapping[str, bytes]) -> None:
+    """Has a relay fetch an announced version, and compares what it holds."""
+
+    async def run() -> None:
+        async with beside(relay(folder)) as one:
+            found = await ended(one, said)
+            assert found["state"] == "whole", found
+            same(found["path"], objects)
+
+    asyncio.run(run())
 
 
 def test_objects_of_a_store_that_have_not_changed_are_not_read_unless_they_are_damaged(bucket, tmp_path):
@@ -60,14 +70,7 @@ def test_objects_of_a_store_are_read_once_each_and_as_far_ahead_as_memory_goes(b
     objects = contents({str(i): BLOCK_BYTES // 2 for i in range(12)}, 7)
     said = written("s3://bucket/run", 7, objects)
     bucket.sent.clear()
-
-    async def run() -> None:
-        async with beside(relay(tmp_path)) as last:
-            found = await ended(last, said)
-            assert found["state"] == "whole", found
-            same(found["path"], objects)
-
-    asyncio.run(run())
+    fetched_whole(tmp_path, said, objects)
     assert sent_of(bucket) == {str(i): BLOCK_BYTES // 2 for i in range(12)}
     assert max(most[:1]) == 2 * BLOCK_BYTES and max(most) <= 4 * BLOCK_BYTES, "of eight that are asked for at once"
 
@@ -88,12 +91,5 @@ def test_objects_of_a_store_are_read_in_order_and_eight_at_a_time(bucket, tmp_pa
     monkeypatch.setattr(blocks.Source, "object", looked_at)
     objects = contents({f"{i:02d}": 1000 for i in range(30)}, 31)
     said = written("s3://bucket/run", 31, objects)
-
-    async def run() -> None:
-        async with beside(relay(tmp_path)) as last:
-            found = await ended(last, said)
-            assert found["state"] == "whole", found
-            same(found["path"], objects)
-
-    asyncio.run(run())
+    fetched_whole(tmp_path, said, objects)
     assert begun == [BLOCKS, *objects] and max(most) == 8

@@ -120,6 +120,9 @@ def test_fewer_changed_bytes_take_fewer_seconds_by_relays_alone(capsys):
     with pytest.raises(SystemExit):
         plan.main(["--publication", "--changed=2"])
     assert "a share of 0 to 1 (got 2)" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        plan.main(["--gin_file=gin/quickstart.gin", "--changed=0.5"])
+    assert "add --publication, or leave it out" in capsys.readouterr().err
 
 
 def test_a_plan_is_of_one_thing(capsys):
