@@ -223,6 +223,37 @@ def test_kto_values_each_answer_against_the_mean_log_ratio():
     np.testing.assert_allclose(gradient, numeric_gradient(expected, logprob, mask), rtol=1e-4, atol=1e-6)
 
 
+def test_kto_weighs_the_larger_side_by_its_share_where_it_is_balanced():
+    plain = make_sequences(3, sizes=(4, 3, 2))
+    side = jnp.asarray([1, -1, -1, -1, 1, 1, -1, -1, -1, 0], jnp.int32)
+    sequences = replace(plain, side=side)
+    algorithm = KTO(answers_of="policy", beta=0.5, desirable=1.5, balanced=True)
+    assigned, outputs = algorithm.advantages(sequences), make_outputs(sequences)
+    preferred, rejected = (np.asarray(side)[np.asarray(sequences.valid)] == sign for sign in (1, -1))
+    assert (preferred.sum(), rejected.sum()) == (assigned.metrics["kto/desirable"], assigned.metrics["kto/undesirable"])
+
+    def expected(logprob):
+        p, r, _ = sums(sequences, logprob)
+        gain = np.asarray(side) * (p - r - float(assigned.metrics["kto/point"]))
+        weight = np.where(side > 0, 1.5, preferred.sum() / rejected.sum())
+        return np.sum(
+            np.where(side != 0, weight * (1 - 1 / (1 + np.exp(-0.5 * gain))), 0.0)[np.asarray(sequences.valid)]
+        )
+
+    logprob = np.asarray(outputs["policy"]["logprob"], np.float64)
+    value, gradient = value_and_gradient(algorithm, outputs, make_batch(sequences, assigned, 1.0))
+    count = float(make_batch(sequences, assigned, 1.0).counts["sequences"])
+    np.testing.assert_allclose(value, expected(logprob) / count, rtol=1e-5)
+    wanted = numeric_gradient(lambda x: expected(x) / count, logprob, np.asarray(assigned.loss_mask))
+    np.testing.assert_allclose(gradient, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_balanced_kto_learns_nothing_where_one_side_has_no_answer():
+    sequences = make_sequences(3, sizes=(4, 3, 2))
+    sequences = replace(sequences, side=jnp.full_like(sequences.side, -1))
+    assert not np.any(KTO(answers_of="policy", balanced=True).advantages(sequences).advantages)
+
+
 def test_the_point_of_reference_is_not_negative():
     sequences = make_sequences(3, pairs=True)
     assigned = KTO().advantages(replace(sequences, old_logprobs=sequences.ref_logprobs - jnp.float32(0.2)))
