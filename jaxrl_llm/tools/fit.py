@@ -12,7 +12,7 @@ import functools
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -103,15 +103,6 @@ def activations(setting: cost_model.Setting, tokens: int, dtype: str) -> float:
     return (cost_model.memory_bytes(setting, tokens) - without) * (2 if dtype == "float32" else 1)
 
 
-def working(policy: Any, stage: Stage, remat: str, rows: int) -> float:
-    """Returns the bytes of an update beside the state: its gradient's program, or moments that come to the device where these take more."""
-    learner = learner_of(stage, policy, 0)
-    coming = memory.visiting(learner) - memory.size(learner.gradients)  # the state counts all gradients
-    own = slopes(learner, remat) if memory.rows_wanted(stage) > rows else 0
-    program = own + activations(setting_of(policy, stage, remat), _tokens(stage, rows, policy), policy.compute_dtype)
-    return max(coming, program)
-
-
 def slopes(learner: Learner, remat: str) -> int:
     """Returns the bytes of one micro-batch's gradient, and of what a gradient in bfloat16 is made with.
 
@@ -138,25 +129,67 @@ def setting_of(policy: Any, stage: Stage, remat: str) -> cost_model.Setting:
     return cost_model.Setting(sizes=policy.architecture, remat=remat, unrolled=unrolled, moments=moments, **ways)
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Account:
+    """What an update of a stage takes of a device, by the rows of its micro-batches and by what it recomputes; shapes are traced once.
+
+    Attributes:
+      run, stage, policy: what is counted.
+    """
+
+    run: Run
+    stage: Stage
+    policy: Any
+
+    def needed(self, remat: str, rows: int) -> float:
+        """Returns all bytes of a device."""
+        return self.held(rows) + self.working(remat, rows)
+
+    def held(self, rows: int) -> int:
+        """Returns the bytes of the state and of what is beside it; sums of several micro-batches are in float32."""
+        return self._several if memory.rows_wanted(self.stage) > rows else self._one
+
+    def working(self, remat: str, rows: int) -> float:
+        """Returns the bytes beside the state: the program of a gradient, or moments that come to the device where these take more."""
+        own = 0
+        if memory.rows_wanted(self.stage) > rows:
+            own = self._copied if remat == "none" else self._plain
+        setting, tokens = setting_of(self.policy, self.stage, remat), _tokens(self.stage, rows, self.policy)
+        return max(self._coming, own + activations(setting, tokens, self.policy.compute_dtype))
+
+    @functools.cached_property
+    def _learner(self) -> Learner:
+        return learner_of(self.stage, self.policy, 0)
+
+    @functools.cached_property
+    def _coming(self) -> int:
+        return memory.visiting(self._learner) - memory.size(self._learner.gradients)  # the state counts all gradients
+
+    @functools.cached_property
+    def _copied(self) -> int:
+        return slopes(self._learner, "none")
+
+    @functools.cached_property
+    def _plain(self) -> int:
+        return slopes(self._learner, "full")
+
+    @functools.cached_property
+    def _several(self) -> int:
+        return self._held(1)
+
+    @functools.cached_property
+    def _one(self) -> int:
+        return self._held(memory.rows_wanted(self.stage))
+
+    def _held(self, rows: int) -> int:
+        at = replace(self.stage, packing=replace(self.stage.packing, rows=rows, tail=0))
+        return sum(memory.state(at, self.policy).values()) + beside(self.run, at, self.policy)
+
+
 def needed(run: Run, policy: Any) -> float:
     """Returns the bytes that the fullest stage of a run takes of a device with its present settings, by the account above."""
-    found = [0.0]
-    for stage in run.stages:
-        rows = stage.packing.rows
-        found.append(held(run, stage, policy)(rows) + working(policy, stage, policy.remat, rows))
-    return max(found)
-
-
-def held(run: Run, stage: Stage, policy: Any) -> Callable[[int], int]:
-    """Returns the bytes of a stage's state and of what is beside it, by the rows of its micro-batches: sums of several are in float32."""
-
-    @functools.cache
-    def of(several: bool) -> int:
-        rows = 1 if several else memory.rows_wanted(stage)
-        at = replace(stage, packing=replace(stage.packing, rows=rows, tail=0))
-        return sum(memory.state(at, policy).values()) + beside(run, at, policy)
-
-    return lambda rows: of(memory.rows_wanted(stage) > rows)
+    found = (Account(run=run, stage=s, policy=policy).needed(policy.remat, s.packing.rows) for s in run.stages)
+    return max(found, default=0.0)
 
 
 def room(run: Run, policy: Any, device: Device) -> float:
@@ -177,16 +210,16 @@ def choose(run: Run, device: Device) -> Choice | None:
     for moments, offload, gradients in KEPT if rounds else KEPT[:-1]:
         change = functools.partial(replace, moments_dtype=moments, offload=offload)
         change = functools.partial(change, gradients_dtype=gradients) if gradients else change
-        stages = [replace(s, optimizer=change(s.optimizer)) for s in run.stages]
-        resident = [held(run, s, policy) for s in stages]
+        accounts = [
+            Account(run=run, stage=replace(s, optimizer=change(s.optimizer)), policy=policy) for s in run.stages
+        ]
         found: list[tuple[float, Choice]] = []
         for remat in REMATS:
-            fitting = [_rows(s, policy, remat, h, most_bytes) for s, h in zip(stages, resident, strict=True)]
+            fitting = [_rows(account, remat, most_bytes) for account in accounts]
             if all(fitting):
-                most = max(
-                    h(r) + working(policy, s, remat, r) for s, h, r in zip(stages, resident, fitting, strict=True)
-                )
-                seconds = sum(_seconds(s, policy, remat, r) * s.updates for s, r in zip(stages, fitting, strict=True))
+                pairs = list(zip(accounts, fitting, strict=True))
+                most = max(account.needed(remat, rows) for account, rows in pairs)
+                seconds = sum(_seconds(a.stage, policy, remat, rows) * a.stage.updates for a, rows in pairs)
                 choice = Choice(
                     rows=tuple(fitting), remat=remat, moments=moments, offload=offload, gradients=gradients, needed=most
                 )
@@ -201,14 +234,13 @@ def _tokens(stage: Stage, rows: int, policy: Any) -> int:
     return rows // policy.partitioner.batch_shards * stage.packing.row_tokens
 
 
-def _rows(stage: Stage, policy: Any, remat: str, held: Callable[[int], int], most: float) -> int:
+def _rows(account: Account, remat: str, most: float) -> int:
     """Returns the most rows, shards x 2^k and no more than a mini-batch fills, that fit; 0 where one row per shard does not."""
-    shards = policy.partitioner.batch_shards
-    tried = [shards]
-    while tried[-1] < min(memory.rows_wanted(stage), MOST_ROWS):
+    tried = [account.policy.partitioner.batch_shards]
+    while tried[-1] < min(memory.rows_wanted(account.stage), MOST_ROWS):
         tried.append(2 * tried[-1])
     # Rows that hold a whole mini-batch need no second gradient, and may fit where half of them do not.
-    return max((rows for rows in tried if held(rows) + working(policy, stage, remat, rows) <= most), default=0)
+    return max((rows for rows in tried if account.needed(remat, rows) <= most), default=0)
 
 
 def _seconds(stage: Stage, policy: Any, remat: str, rows: int) -> float:

@@ -91,7 +91,7 @@ def test_an_offloaded_update_takes_the_moments_that_come_to_the_device(tmp_path:
     parameters = 4 * run_plan._count(policy.abstract())
     # While the first group is updated no gradient is done, and moments of the MLP's first array move in beside the group's own.
     coming = 2 * (parameters - 3 * one) + 2 * one
-    assert fit.working(policy, stage, "full", 64) == pytest.approx(coming, rel=1e-3)
+    assert fit.Account(run=run, stage=stage, policy=policy).working("full", 64) == pytest.approx(coming, rel=1e-3)
     assert fit.activations(fit.setting_of(policy, stage, "full"), 8 * 32, policy.compute_dtype) < coming
 
 
