@@ -26,14 +26,14 @@ class Maths(PlainReward):
     """Checks symbolic and numeric equality in worker processes.
 
     Attributes:
-      workers: number of processes; they start at the first response.
+      workers: number of processes, which start at the first response; None takes one for each core, from 2 to 16.
       limit_s: time limit of one response in seconds.
       memory_gb: address space of a process in GiB (Linux).
       boxed_only: whether a response without \\boxed{} is wrong. Otherwise its last expression counts, even one that restates
         the problem: a response cut off after "we evaluate $(1+2i)6-3i$" is right where the answer is $6+9i$.
     """
 
-    workers: int = 4
+    workers: int | None = None
     limit_s: float = 10.0
     memory_gb: float = 4.0
     boxed_only: bool = False

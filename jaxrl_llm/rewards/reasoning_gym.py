@@ -22,13 +22,13 @@ class ReasoningGym(PlainReward):
     Attributes:
       answer: text that is scored: the "whole" response, or the content of its last <answer></answer> ("tag", which scores 0
         where there is none).
-      workers: number of processes; they start at the first response.
+      workers: number of processes, which start at the first response; None takes one for each core, from 2 to 16.
       limit_s: time limit of one response in seconds.
       memory_gb: address space of a process in GiB (Linux).
     """
 
     answer: Literal["whole", "tag"] = "whole"
-    workers: int = 2
+    workers: int | None = None
     limit_s: float = 10.0
     memory_gb: float = 4.0
     _pool: Pool = field(init=False, repr=False, compare=False)

@@ -12,6 +12,7 @@ import pytest
 
 from jaxrl_llm.experience import Scores
 from jaxrl_llm.rewards.maths import Maths, delimited, judge
+from jaxrl_llm.rewards.services import pool
 from jaxrl_llm.rewards.services.pool import Failed, Pool
 
 Score = Callable[..., Scores]
@@ -22,6 +23,14 @@ def maths() -> Iterator[Maths]:
     reward = Maths(workers=1, limit_s=20.0)
     yield reward
     reward.close()
+
+
+def test_there_is_a_process_for_each_core_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cores, processes in ((1, 2), (6, 6), (64, 16)):
+        monkeypatch.setattr(pool, "cores", lambda cores=cores: cores)
+        assert Pool(workers=None, limit_s=1.0).workers == processes
+    with pytest.raises(ValueError, match="workers of a verifier's processes must be > 0"):
+        Maths(workers=0)
 
 
 def test_equal_expressions_score_1(score: Score, maths: Maths) -> None:

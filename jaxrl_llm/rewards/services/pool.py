@@ -28,11 +28,16 @@ MOST_BYTES = 2**20  # size of the largest answer
 WEAK = "JAXRL_LLM_ALLOW_WEAK_ISOLATION"  # environment variable that lets verifiers run without the kernel's filter
 
 
+def cores() -> int:
+    """Returns the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 class Pool:
     """Worker processes, started at the first call.
 
     Args:
-      workers: number of processes, and so of calls at a time.
+      workers: number of processes, and so of calls at a time; None takes one for each core of this process, from 2 to 16.
       limit_s: seconds that one call may take.
       memory_gb: address space of a process in GiB (Linux).
       warm: (module, function, arguments ...) that a new process calls first, so that its imports do not count as the
@@ -42,7 +47,10 @@ class Pool:
       ValueError: a limit that is not positive.
     """
 
-    def __init__(self, *, workers: int, limit_s: float, memory_gb: float = 4.0, warm: Sequence[Any] = ()) -> None:
+    def __init__(
+        self, *, workers: int | None, limit_s: float, memory_gb: float = 4.0, warm: Sequence[Any] = ()
+    ) -> None:
+        workers = min(max(cores(), 2), 16) if workers is None else workers
         for name, value in {"workers": workers, "limit_s": limit_s, "memory_gb": memory_gb}.items():
             if value <= 0:
                 raise ValueError(f"{name} of a verifier's processes must be > 0 (got {value})")
