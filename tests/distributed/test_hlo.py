@@ -20,6 +20,8 @@ from jaxrl_llm.distributed import hlo, topology
 ROOT = Path(__file__).parents[2]
 RECORDED = json.loads((ROOT / "tests/fixtures/compiled_updates.json").read_text())
 TARGETS = ("v6e:2x2", "v5p:2x2x1", "h200:2")
+# The update for v6e takes as long to compile as those for the two others.
+WORKERS = {"v6e:2x2": "one", "v5p:2x2x1": "other", "h200:2": "other"}
 # A gradient of a layer's MLP has 896 x 2816 float32 numbers, 10 MiB, and half as many bytes of weights are gathered.
 WAITED = 2**20
 MORE = 1.1
@@ -88,7 +90,7 @@ def faults(said, program, recorded):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", [pytest.param(t, marks=pytest.mark.xdist_group(t)) for t in TARGETS])
+@pytest.mark.parametrize("target", [pytest.param(t, marks=pytest.mark.xdist_group(WORKERS[t])) for t in TARGETS])
 def test_an_update_is_exact_and_waits_for_nothing_large(compiled, target):
     said, program = compiled(target)
     assert faults(said, program, RECORDED[target]) == []
@@ -96,7 +98,7 @@ def test_an_update_is_exact_and_waits_for_nothing_large(compiled, target):
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("v6e:2x2")
+@pytest.mark.xdist_group(WORKERS["v6e:2x2"])
 def test_the_heads_gradient_is_scattered_and_its_weights_are_not_turned(compiled):
     _, program = compiled("v6e:2x2")
     table = 4224 * 896 * 4

@@ -35,7 +35,7 @@ def test_a_run_starts_at_the_common_checkpoint_with_its_algorithm(name: str) -> 
     named = gin.get_configurable("ALGORITHM/gin.macro")()
     assert type(stage.algorithm).__name__ == type(named).__name__
     if stage.samples:
-        updates = 1 if name == "remax" else 4  # the paper's greedy baseline is for samples of the policy itself
+        updates = 1 if name in ("remax", "online_kto") else 4  # whose comments say why
         assert (stage.steps, stage.prompts_per_step, stage.group_size, stage.minibatches) == (80, 64, 8, updates)
     assert (stage.held_out is not None) == (stage.algorithm.learns_from == "pairs")
 
