@@ -4,6 +4,8 @@
     L = (1 - s) (-log sigmoid(m)) + s exp(-m),  s = sigmoid(m / tau)
 
 https://arxiv.org/abs/2406.08414, equation 5. The loss is not convex: it falls again where m is negative and small.
+Where m = 0, as of every pair of a policy that is its reference, its slope is (1 - ln 2) / (4 tau) - 3 / 4: while tau is below 0.102 the margin of
+such a pair falls.
 """
 
 from dataclasses import dataclass

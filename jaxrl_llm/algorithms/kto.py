@@ -6,7 +6,7 @@
 https://arxiv.org/abs/2402.01306. The paper estimates z = KL(pi || ref) on mismatched prompts and answers of the
 batch, under the policy now. Here z is the mean of h over all answers of the global batch under the policy before the
 update, so that it costs no further forward pass and micro-batches do not matter; in both, z carries no gradient.
-Of n_w and n_l answers it wants desirable n_w between 1 and 4/3 of undesirable n_l (section 4.2).
+Of n_w and n_l answers the paper wants desirable n_w between 1 and 4/3 times undesirable n_l (section 4.2).
 """
 
 from collections.abc import Mapping

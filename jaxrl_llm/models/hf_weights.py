@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -335,7 +336,9 @@ def _replicated(
 
 
 def _config(policy: Policy | ValueModel, tokenizer: Any, dtype: str) -> dict[str, Any]:
-    config = hf_config.write(policy.architecture, value=isinstance(policy, ValueModel)) | {"torch_dtype": dtype}
+    # Without a version transformers takes the folder for an old one, and some of its releases warn that the tokenizer is wrong.
+    written = {"torch_dtype": dtype, "transformers_version": metadata.version("transformers")}
+    config = hf_config.write(policy.architecture, value=isinstance(policy, ValueModel)) | written
     return config if tokenizer is None else config | _special_ids(tokenizer)
 
 

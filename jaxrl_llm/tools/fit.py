@@ -103,10 +103,11 @@ def activations(setting: cost_model.Setting, tokens: int, dtype: str) -> float:
     return (cost_model.memory_bytes(setting, tokens) - without) * (2 if dtype == "float32" else 1)
 
 
-def slopes(learner: Learner, remat: str) -> int:
+def slopes(learner: Learner, *, copied: bool) -> int:
     """Returns the bytes of one micro-batch's gradient, and of what a gradient in bfloat16 is made with.
 
-    That is the float32 sum of the embedding's rows, and, where nothing is recomputed, a rounded copy of the layers' float32 weights.
+    That is the float32 sum of the embedding's rows, and, with `copied`, a rounded copy of the layers' float32 weights, which a pass that
+    recomputes nothing keeps.
     """
     found = 0
     for name, tree in learner.gradients.items():
@@ -114,8 +115,8 @@ def slopes(learner: Learner, remat: str) -> int:
         smaller = lambda part, than, narrow=narrow: memory.size(narrow[part]) < memory.size(than[part])  # noqa: E731
         found += memory.size(narrow)
         found += sum(memory.size(tree[part]) for part in tree if part == "embedding" and smaller(part, tree))
-        copied = [part for part in tree if remat == "none" and stack_of(part) is not None and smaller(part, stored)]
-        found += sum(memory.size(narrow[part]) for part in copied)
+        layers = [part for part in tree if copied and stack_of(part) is not None and smaller(part, stored)]
+        found += sum(memory.size(narrow[part]) for part in layers)
     return found
 
 
@@ -130,7 +131,7 @@ def setting_of(policy: Any, stage: Stage, remat: str) -> cost_model.Setting:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Account:
+class Demand:
     """What an update of a stage takes of a device, by the rows of its micro-batches and by what it recomputes; shapes are traced once.
 
     Attributes:
@@ -153,7 +154,7 @@ class Account:
         """Returns the bytes beside the state: the program of a gradient, or moments that come to the device where these take more."""
         own = 0
         if memory.rows_wanted(self.stage) > rows:
-            own = self._copied if remat == "none" else self._plain
+            own = self._slopes_kept if remat == "none" else self._slopes
         setting, tokens = setting_of(self.policy, self.stage, remat), _tokens(self.stage, rows, self.policy)
         return max(self._coming, own + activations(setting, tokens, self.policy.compute_dtype))
 
@@ -166,12 +167,12 @@ class Account:
         return memory.visiting(self._learner) - memory.size(self._learner.gradients)  # the state counts all gradients
 
     @functools.cached_property
-    def _copied(self) -> int:
-        return slopes(self._learner, "none")
+    def _slopes(self) -> int:
+        return slopes(self._learner, copied=False)
 
     @functools.cached_property
-    def _plain(self) -> int:
-        return slopes(self._learner, "full")
+    def _slopes_kept(self) -> int:
+        return slopes(self._learner, copied=True)
 
     @functools.cached_property
     def _several(self) -> int:
@@ -188,7 +189,7 @@ class Account:
 
 def needed(run: Run, policy: Any) -> float:
     """Returns the bytes that the fullest stage of a run takes of a device with its present settings, by the account above."""
-    found = (Account(run=run, stage=s, policy=policy).needed(policy.remat, s.packing.rows) for s in run.stages)
+    found = (Demand(run=run, stage=s, policy=policy).needed(policy.remat, s.packing.rows) for s in run.stages)
     return max(found, default=0.0)
 
 
@@ -210,16 +211,14 @@ def choose(run: Run, device: Device) -> Choice | None:
     for moments, offload, gradients in KEPT if rounds else KEPT[:-1]:
         change = functools.partial(replace, moments_dtype=moments, offload=offload)
         change = functools.partial(change, gradients_dtype=gradients) if gradients else change
-        accounts = [
-            Account(run=run, stage=replace(s, optimizer=change(s.optimizer)), policy=policy) for s in run.stages
-        ]
+        demands = [Demand(run=run, stage=replace(s, optimizer=change(s.optimizer)), policy=policy) for s in run.stages]
         found: list[tuple[float, Choice]] = []
         for remat in REMATS:
-            fitting = [_rows(account, remat, most_bytes) for account in accounts]
+            fitting = [_rows(demand, remat, most_bytes) for demand in demands]
             if all(fitting):
-                pairs = list(zip(accounts, fitting, strict=True))
-                most = max(account.needed(remat, rows) for account, rows in pairs)
-                seconds = sum(_seconds(a.stage, policy, remat, rows) * a.stage.updates for a, rows in pairs)
+                pairs = list(zip(demands, fitting, strict=True))
+                most = max(demand.needed(remat, rows) for demand, rows in pairs)
+                seconds = sum(_seconds(d.stage, policy, remat, rows) * d.stage.updates for d, rows in pairs)
                 choice = Choice(
                     rows=tuple(fitting), remat=remat, moments=moments, offload=offload, gradients=gradients, needed=most
                 )
@@ -234,13 +233,13 @@ def _tokens(stage: Stage, rows: int, policy: Any) -> int:
     return rows // policy.partitioner.batch_shards * stage.packing.row_tokens
 
 
-def _rows(account: Account, remat: str, most: float) -> int:
+def _rows(demand: Demand, remat: str, most: float) -> int:
     """Returns the most rows, shards x 2^k and no more than a mini-batch fills, that fit; 0 where one row per shard does not."""
-    tried = [account.policy.partitioner.batch_shards]
-    while tried[-1] < min(memory.rows_wanted(account.stage), MOST_ROWS):
+    tried = [demand.policy.partitioner.batch_shards]
+    while tried[-1] < min(memory.rows_wanted(demand.stage), MOST_ROWS):
         tried.append(2 * tried[-1])
     # Rows that hold a whole mini-batch need no second gradient, and may fit where half of them do not.
-    return max((rows for rows in tried if account.needed(remat, rows) <= most), default=0)
+    return max((rows for rows in tried if demand.needed(remat, rows) <= most), default=0)
 
 
 def _seconds(stage: Stage, policy: Any, remat: str, rows: int) -> float:

@@ -223,9 +223,10 @@ def test_kto_values_each_answer_against_the_mean_log_ratio():
     np.testing.assert_allclose(gradient, numeric_gradient(expected, logprob, mask), rtol=1e-4, atol=1e-6)
 
 
-def test_kto_weighs_the_larger_side_by_its_share_where_it_is_balanced():
+@pytest.mark.parametrize("more", [1, -1])
+def test_kto_weighs_the_larger_side_by_its_share_where_it_is_balanced(more):
     plain = make_sequences(3, sizes=(4, 3, 2))
-    side = jnp.asarray([1, -1, -1, -1, 1, 1, -1, -1, -1, 0], jnp.int32)
+    side = more * jnp.asarray([-1, 1, 1, 1, -1, -1, 1, 1, 1, 0], jnp.int32)
     sequences = replace(plain, side=side)
     algorithm = KTO(answers_of="policy", beta=0.5, desirable=1.5, balanced=True)
     assigned, outputs = algorithm.advantages(sequences), make_outputs(sequences)
@@ -235,7 +236,8 @@ def test_kto_weighs_the_larger_side_by_its_share_where_it_is_balanced():
     def expected(logprob):
         p, r, _ = sums(sequences, logprob)
         gain = np.asarray(side) * (p - r - float(assigned.metrics["kto/point"]))
-        weight = np.where(side > 0, 1.5, preferred.sum() / rejected.sum())
+        fewer = min(preferred.sum(), rejected.sum())
+        weight = np.where(side > 0, 1.5 * fewer / preferred.sum(), fewer / rejected.sum())
         return np.sum(
             np.where(side != 0, weight * (1 - 1 / (1 + np.exp(-0.5 * gain))), 0.0)[np.asarray(sequences.valid)]
         )

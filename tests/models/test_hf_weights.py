@@ -153,7 +153,8 @@ def test_half_precision_goes_out_and_in_as_rounded_values(saved, dtype, kind, tm
     hf_weights.save(policy, params, tmp_path / "out", dtype=dtype)
     with safe_open(tmp_path / "out" / "model.safetensors", framework="numpy") as file:
         assert file.get_slice("model.norm.weight").get_dtype() == kind
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == dtype
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["torch_dtype"], config["transformers_version"]) == (dtype, transformers.__version__)
     numpy_dtype = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}[dtype]
     rounded = jax.tree.map(lambda x: np.asarray(x).astype(numpy_dtype).astype(np.float32), params)
     assert_bitwise_equal(hf_weights.load(policy, tmp_path / "out"), rounded)

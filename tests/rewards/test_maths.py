@@ -29,8 +29,6 @@ def test_there_is_a_process_for_each_core_within_bounds(monkeypatch: pytest.Monk
     for cores, processes in ((1, 2), (6, 6), (64, 16)):
         monkeypatch.setattr(pool, "cores", lambda cores=cores: cores)
         assert Pool(workers=None, limit_s=1.0).workers == processes
-    with pytest.raises(ValueError, match="workers of a verifier's processes must be > 0"):
-        Maths(workers=0)
 
 
 def test_equal_expressions_score_1(score: Score, maths: Maths) -> None:

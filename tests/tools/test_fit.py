@@ -91,7 +91,7 @@ def test_an_offloaded_update_takes_the_moments_that_come_to_the_device(tmp_path:
     parameters = 4 * run_plan._count(policy.abstract())
     # While the first group is updated no gradient is done, and moments of the MLP's first array move in beside the group's own.
     coming = 2 * (parameters - 3 * one) + 2 * one
-    assert fit.Account(run=run, stage=stage, policy=policy).working("full", 64) == pytest.approx(coming, rel=1e-3)
+    assert fit.Demand(run=run, stage=stage, policy=policy).working("full", 64) == pytest.approx(coming, rel=1e-3)
     assert fit.activations(fit.setting_of(policy, stage, "full"), 8 * 32, policy.compute_dtype) < coming
 
 
@@ -104,10 +104,10 @@ def test_a_gradient_in_bfloat16_takes_the_float32_sum_of_the_embedding_too(tmp_p
     scales = sum(x.size for path, x in leaves if path[-1].key == "scale")
     table = policy.abstract()["embedding"].size
     gradient = 2 * (numbers - scales) + 4 * scales
-    assert fit.slopes(learner, "full") == gradient + 4 * table
+    assert fit.slopes(learner, copied=False) == gradient + 4 * table
     layers = sum(x.size for path, x in leaves if path[0].key == "layers")
     copied = layers - (scales - 512)  # all but the scales of layers, which stay float32
-    assert fit.slopes(learner, "none") == pytest.approx(gradient + 4 * table + 2 * copied, rel=1e-3)
+    assert fit.slopes(learner, copied=True) == pytest.approx(gradient + 4 * table + 2 * copied, rel=1e-3)
 
 
 @pytest.mark.slow

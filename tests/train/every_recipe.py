@@ -54,6 +54,7 @@ CODER = (
 # {id, or folder under the one that a run is started in: (config.json as published, millions of parameters as published)}
 MODELS: dict[str, tuple[dict[str, Any], float]] = {
     "Qwen/Qwen2.5-Coder-0.5B-Instruct": (CODER, 494.0),
+    "runs/real/cs336_sft/model": (CODER, 494.0),
     "runs/real/cs336_grpo/model": (CODER, 494.0),
     "HuggingFaceTB/SmolLM2-135M-Instruct": (
         LLAMA | sizes(576, 30, 9, 1536, True) | {"vocab_size": 49152, "num_key_value_heads": 3, "head_dim": 64, "rope_theta": 1e5},
