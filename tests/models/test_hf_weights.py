@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import transformers
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
