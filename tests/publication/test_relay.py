@@ -278,6 +278,30 @@ def test_a_block_that_is_damaged_in_the_version_before_is_fetched(tmp_path, capl
     assert sum("of the version before is damaged or gone" in line for line in caplog.messages) == 1
 
 
+def test_an_object_that_has_not_changed_is_the_file_of_the_version_before_until_a_block_of_it_is_fetched(tmp_path):
+    """Of three versions the second changes one object; then a bit of another is lost, which the third has in a file of its own."""
+    objects, key, other = contents(SIZES, 27), "weights/a/c/0/0", "weights/b/c/0"
+    after = changed(objects, other, 0)
+    said = [written(address(tmp_path / "l"), n, content) for n, content in ((27, objects), (28, after), (29, after))]
+
+    async def run() -> None:
+        async with beside(relay(tmp_path)) as one:
+            files = [tmp_path / "relay" / announced.id for announced in said]
+            for announced in said[:2]:
+                assert (await ended(one, announced))["state"] == "whole"
+            assert (files[0] / key).samefile(files[1] / key) and not (files[0] / other).samefile(files[1] / other)
+            same(files[0], objects)
+            damaged = changed(after, key, BLOCK_BYTES)[key]
+            (files[1] / key).write_bytes(damaged)
+            assert (await ended(one, said[2]))["state"] == "whole"
+            same(files[2], after)
+            assert (files[1] / key).read_bytes() == damaged and not (files[1] / key).samefile(files[2] / key)
+            assert (files[1] / other).samefile(files[2] / other)
+            assert not list((tmp_path / "relay").rglob("*.apart"))
+
+    asyncio.run(run())
+
+
 def test_a_relay_that_keeps_one_version_fetches_the_next_whole(tmp_path, caplog):
     objects = contents(SIZES, 25)
     said = [written(address(tmp_path / "l"), version, objects) for version in (25, 26)]

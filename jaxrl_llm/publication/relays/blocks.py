@@ -50,6 +50,13 @@ class Block:
             file.seek(self.first)
             file.write(content)
 
+    def right(self, folder: Path) -> bool:
+        """Returns whether a version in a folder has the block as it was announced."""
+        try:
+            return digest(self.read(folder)) == self.digest
+        except OSError:
+            return False
+
     def copied(self, folder: Path, to: Path) -> bool:
         """Copies the block of a version in a folder into an existing file of another; returns False where it is damaged or gone there."""
         try:

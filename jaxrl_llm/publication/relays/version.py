@@ -4,7 +4,7 @@ The learner announces the digest of the list of all blocks, so that a relay can 
 before it in the order of the announcement; where that one is dead, hangs, is slow or sends wrong bytes, it asks the one before that,
 and finally the source. All fetch in one order, so that a block is passed on as soon as it arrives: a chain takes hardly longer than one
 host. A block that the version before has at the same place, with the same digest, is copied from there and not fetched; copies wait for
-no fetch, and fetches for no copy.
+no fetch, and fetches for no copy. An object of which no block has changed is the file of the version before, by a second name.
 """
 
 import asyncio
@@ -15,8 +15,9 @@ import logging
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,7 @@ class RelayedVersion:
         self._began, self._text, self._blocks = time.perf_counter(), b"", []  # type: tuple[float, bytes, list[Block]]
         self._there: dict[int, asyncio.Event] = {}  # by number of a block that is awaited, or has arrived
         self._listed, self._introduced, self._lost = asyncio.Event(), set[str](), False
+        self._shared, self._parting = set[str](), asyncio.Lock()  # objects whose files are those of the version before
         self._source, self._fetching = Source(self.announced.source), asyncio.Semaphore(_AT_ONCE)
         self.task = asyncio.create_task(self._fetch())
 
@@ -201,8 +203,9 @@ class RelayedVersion:
 
     async def _fetch_blocks(self) -> None:
         """Fetches and copies at the same time: the link is not idle while unchanged blocks are copied."""
-        await asyncio.to_thread(_lay_out, self.folder, self._text)
         held = self.earlier.blocks if self.earlier is not None else frozenset()
+        new = {block.key for block in self._blocks if block not in held}
+        self._shared = await asyncio.to_thread(_lay_out, self.folder, self._text, self.earlier, new)
         kept = (number for number, block in enumerate(self._blocks) if block in held)
         others = (number for number, block in enumerate(self._blocks) if block not in held)
         try:
@@ -221,21 +224,31 @@ class RelayedVersion:
             if not await self._keeps(block):
                 async with self._fetching:
                     content = await self._given(str(number), block)
+                await self._part(block.key)
                 await asyncio.to_thread(block.write, self.folder, content)
                 self._source.done(block)
             self._event(number).set()
 
     async def _keeps(self, block: Block) -> bool:
-        """Copies a block from the version before; returns False where that has none like it, or has it no longer as it was."""
+        """Copies a block from the version before, or checks it in a shared file; returns False where that has it not, or no longer as it was."""
         if self.earlier is None or block not in self.earlier.blocks:
             return False
-        if await asyncio.to_thread(block.copied, self.earlier.folder, self.folder):
+        shared, before = block.key in self._shared, self.earlier.folder
+        kept = partial(block.right, self.folder) if shared else partial(block.copied, before, self.folder)
+        if await asyncio.to_thread(kept):
             self.kept += block.nbytes
             return True
         level, self._lost = logging.DEBUG if self._lost else logging.WARNING, True
         _LOG.log(level, "version %d: %s of the version before is damaged or gone", self.announced.version, block.key)
         self._source.wanted(block)
         return False
+
+    async def _part(self, key: str) -> None:
+        """Gives an object a file of its own, before it is written to."""
+        async with self._parting:
+            if key in self._shared:
+                await asyncio.to_thread(_copy_apart, self.folder / key)
+                self._shared.remove(key)
 
     def _right(self, block: Block | None, content: bytes) -> bool:
         if block is None:
@@ -308,18 +321,42 @@ class RelayedVersion:
             raise _Bypassed(f"it is not reached: {type(gone).__name__} {gone}") from None
 
 
-def _lay_out(folder: Path, text: bytes) -> None:
-    """Creates the files of a version at their final sizes."""
+def _lay_out(folder: Path, text: bytes, earlier: Held | None, new: Collection[str]) -> set[str]:
+    """Creates the files of a version at their final sizes; returns the objects, not among `new`, whose files are those of the version before."""
     shutil.rmtree(folder, ignore_errors=True)
     sizes: Mapping[str, Any] = json.loads(text)["objects"]
-    needed, free = sum(int(size) for size, _ in sizes.values()), shutil.disk_usage(folder.parent).free
-    if free < needed:
-        raise OSError(f"it takes {needed / 2**20:.0f} MiB in {folder.parent}, and {free / 2**20:.0f} MiB are free")
+    shared = set()
     for key, (size, _) in sizes.items():
-        place = folder / key
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with place.open("wb") as file:
-            file.truncate(int(size))
+        (folder / key).parent.mkdir(parents=True, exist_ok=True)
+        if earlier is not None and key not in new and _linked(earlier.folder / key, folder / key, int(size)):
+            shared.add(key)
+    needed = sum(int(size) for key, (size, _) in sizes.items() if key not in shared)
+    free = shutil.disk_usage(folder.parent).free
+    if free < needed:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise OSError(f"it takes {needed / 2**20:.0f} MiB in {folder.parent}, and {free / 2**20:.0f} MiB are free")
+    for key in sizes.keys() - shared:
+        with (folder / key).open("wb") as file:
+            file.truncate(int(sizes[key][0]))
     listed = folder / BLOCKS
     listed.parent.mkdir(parents=True, exist_ok=True)
     listed.write_bytes(text)
+    return shared
+
+
+def _linked(file: Path, to: Path, size: int) -> bool:
+    """Gives a file of a size a second name; returns False where it is gone or of another size, or the two are on different file systems."""
+    try:
+        if not 0 < size == file.stat().st_size:
+            return False
+        to.hardlink_to(file)
+    except OSError:
+        return False
+    return True
+
+
+def _copy_apart(file: Path) -> None:
+    """Replaces a file that has several names by a copy that has this one."""
+    copy = file.with_name(f"{file.name}.apart")
+    shutil.copyfile(file, copy)
+    copy.replace(file)
