@@ -15,7 +15,6 @@ from typing import Any
 
 from jaxrl_llm import command_line
 from jaxrl_llm.distributed import allocator, compilation_cache, out_of_memory, topology, xla_flags
-from jaxrl_llm.protocols import Down
 
 _log = logging.getLogger(__name__)
 
@@ -165,6 +164,8 @@ def main(argv: Sequence[str] | None = None, *, alone: bool = False) -> int:
       alone: whether the process does nothing else, as where it takes its own arguments.
     """
     arguments = parse_arguments(argv)
+    from jaxrl_llm.protocols import Down
+
     try:
         if arguments.topology is not None and not arguments.dry_run:
             raise ValueError("--topology compiles for devices that are not here: add --dry_run, or leave it out to run")
