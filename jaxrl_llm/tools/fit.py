@@ -12,7 +12,7 @@ import functools
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -148,13 +148,11 @@ class Demand:
 
     def held(self, rows: int) -> int:
         """Returns the bytes of the state and of what is beside it; sums of several micro-batches are in float32."""
-        return self._several if memory.rows_wanted(self.stage) > rows else self._one
+        return self._held(memory.rows_wanted(self.stage) > rows)
 
     def working(self, remat: str, rows: int) -> float:
         """Returns the bytes beside the state: the program of a gradient, or moments that come to the device where these take more."""
-        own = 0
-        if memory.rows_wanted(self.stage) > rows:
-            own = self._slopes_kept if remat == "none" else self._slopes
+        own = self._slopes(remat == "none") if memory.rows_wanted(self.stage) > rows else 0
         setting, tokens = setting_of(self.policy, self.stage, remat), _tokens(self.stage, rows, self.policy)
         return max(self._coming, own + activations(setting, tokens, self.policy.compute_dtype))
 
@@ -167,24 +165,18 @@ class Demand:
         return memory.visiting(self._learner) - memory.size(self._learner.gradients)  # the state counts all gradients
 
     @functools.cached_property
-    def _slopes(self) -> int:
-        return slopes(self._learner, copied=False)
+    def _slopes(self) -> Callable[[bool], int]:
+        return functools.cache(lambda copied: slopes(self._learner, copied=copied))
 
     @functools.cached_property
-    def _slopes_kept(self) -> int:
-        return slopes(self._learner, copied=True)
+    def _held(self) -> Callable[[bool], int]:
+        @functools.cache
+        def of(several: bool) -> int:
+            rows = 1 if several else memory.rows_wanted(self.stage)
+            at = replace(self.stage, packing=replace(self.stage.packing, rows=rows, tail=0))
+            return sum(memory.state(at, self.policy).values()) + beside(self.run, at, self.policy)
 
-    @functools.cached_property
-    def _several(self) -> int:
-        return self._held(1)
-
-    @functools.cached_property
-    def _one(self) -> int:
-        return self._held(memory.rows_wanted(self.stage))
-
-    def _held(self, rows: int) -> int:
-        at = replace(self.stage, packing=replace(self.stage.packing, rows=rows, tail=0))
-        return sum(memory.state(at, self.policy).values()) + beside(self.run, at, self.policy)
+        return of
 
 
 def needed(run: Run, policy: Any) -> float:

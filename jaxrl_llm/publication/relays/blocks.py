@@ -50,22 +50,20 @@ class Block:
             file.seek(self.first)
             file.write(content)
 
-    def right(self, folder: Path) -> bool:
-        """Returns whether a version in a folder has the block as it was announced."""
-        try:
-            return digest(self.read(folder)) == self.digest
-        except OSError:
-            return False
-
-    def copied(self, folder: Path, to: Path) -> bool:
-        """Copies the block of a version in a folder into an existing file of another; returns False where it is damaged or gone there."""
+    def intact(self, folder: Path) -> bytes | None:
+        """Returns the block of a version in a folder; None where it is damaged or gone there."""
         try:
             content = self.read(folder)
         except OSError:
-            return False
-        if right := digest(content) == self.digest:
+            return None
+        return content if digest(content) == self.digest else None
+
+    def copied(self, folder: Path, to: Path) -> bool:
+        """Copies the block of a version in a folder into an existing file of another; returns False where it is damaged or gone there."""
+        content = self.intact(folder)
+        if content is not None:
             self.write(to, content)
-        return right
+        return content is not None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,6 @@ import shutil
 import time
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -233,9 +232,11 @@ class RelayedVersion:
         """Copies a block from the version before, or checks it in a shared file; returns False where that has it not, or no longer as it was."""
         if self.earlier is None or block not in self.earlier.blocks:
             return False
-        shared, before = block.key in self._shared, self.earlier.folder
-        kept = partial(block.right, self.folder) if shared else partial(block.copied, before, self.folder)
-        if await asyncio.to_thread(kept):
+        if block.key in self._shared:
+            kept = await asyncio.to_thread(block.intact, self.folder) is not None
+        else:
+            kept = await asyncio.to_thread(block.copied, self.earlier.folder, self.folder)
+        if kept:
             self.kept += block.nbytes
             return True
         level, self._lost = logging.DEBUG if self._lost else logging.WARNING, True
