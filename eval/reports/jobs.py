@@ -46,28 +46,43 @@ class Job:
     folder: Path | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Slot:
+    """Where a job runs.
+
+    Attributes:
+      cores: numbers of its CPU cores.
+      environment: variables of its commands.
+    """
+
+    cores: Sequence[int]
+    environment: Mapping[str, str]
+
+
 class Cores:
     """CPU cores, divided into slots of one job each; runners in several threads may share them.
 
     Args:
       jobs: number of slots.
       threads: number of CPU cores per slot.
+      gpus: whether slot N also has the N-th NVIDIA GPU to itself.
     """
 
-    def __init__(self, jobs: int = 1, threads: int = 2) -> None:
-        self._free = [core_set(number, threads) for number in reversed(range(jobs))]
+    def __init__(self, jobs: int = 1, threads: int = 2, gpus: bool = False) -> None:
+        given = [{"CUDA_VISIBLE_DEVICES": str(number)} if gpus else {} for number in range(jobs)]
+        self._free = [Slot(cores=core_set(n, threads), environment=given[n]) for n in reversed(range(jobs))]
         self._waiting: list[tuple[int, int]] = []
         self._numbers = itertools.count()
         self._changed = threading.Condition()
         self.stopped = threading.Event()
-        self._told = f"Cores(jobs={jobs}, threads={threads})"
+        self._told = f"Cores(jobs={jobs}, threads={threads}, gpus={gpus})"
 
     def __repr__(self) -> str:
         return self._told
 
     @contextmanager
-    def slot(self, urgency: int) -> Iterator[list[int]]:
-        """Yields the cores of a slot; the most urgent caller is served first, and among equals the earliest."""
+    def slot(self, urgency: int) -> Iterator[Slot]:
+        """Yields a free slot; the most urgent caller is served first, and among equals the earliest."""
         with self._changed:
             mine = (-urgency, next(self._numbers))
             heapq.heappush(self._waiting, mine)
@@ -153,12 +168,12 @@ class Runner:
         mark.touch()
         return "done"
 
-    def _command(self, command: Sequence[str], cores: Sequence[int], log: Path) -> Outcome:
+    def _command(self, command: Sequence[str], slot: Slot, log: Path) -> Outcome:
         left = self.deadline - time.monotonic()
         if left <= 0 or self.cores.stopped.is_set():
             return "stopped"
-        pinned = ["taskset", "-c", ",".join(map(str, cores))] if shutil.which("taskset") else []
-        environment = {**os.environ, "OMP_NUM_THREADS": str(len(cores)), **self.environment}
+        pinned = ["taskset", "-c", ",".join(map(str, slot.cores))] if shutil.which("taskset") else []
+        environment = {**os.environ, "OMP_NUM_THREADS": str(len(slot.cores)), **self.environment, **slot.environment}
         with log.open("a") as output:
             process = subprocess.Popen([*pinned, *command], env=environment, stdout=output, stderr=output)
             try:

@@ -1,0 +1,221 @@
+"""Runs the five systems of gin/real on the GPUs of one host, a run on each GPU at a time, and prints what their arms differ by.
+
+    python -m jaxrl_llm.eval.reports.real_systems --model FOLDER --data FOLDER --out results/real --gpus 2 [--only cs336 classmate] [--seeds 0 1]
+
+--model is a Hugging Face folder of Qwen2.5-Coder-0.5B-Instruct, --data the DATA of the recipes' headers, whose commands prepare OUT/data_sets.
+A run that starts from another's model (CS336's GRPO from its fine-tuning, Classmate-CoT from that, attacks from the defence) waits for
+that of the first seed. Runs are OUT/NAME-SEED. What has ended is not run again: the same command goes on after --minutes. OUT/tables.md
+has a table of each pair of arms of which a seed has ended (eval.reports.real_runs).
+"""
+
+import argparse
+import os
+import re
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxrl_llm import command_line
+from jaxrl_llm.eval.reports import real_runs
+from jaxrl_llm.eval.reports.jobs import Cores, Job, Runner
+from jaxrl_llm.eval.reports.run_rows import GIN, run_job
+
+KS = (1, 4, 16, 64)  # of pass@k
+
+
+@dataclass(frozen=True)
+class Arm:
+    """An arm of a system.
+
+    Attributes:
+      name: of its run folders.
+      against: the arm that a table compares it with.
+      gin: file below gin/real; None for that of the same name.
+      bindings: lines in addition to the seed.
+      start: the arm whose model it starts from; None for the model that is given.
+      exported: whether other arms start from its model.
+      once: whether the first seed alone is run.
+    """
+
+    name: str
+    against: str | None = None
+    gin: str | None = None
+    bindings: Sequence[str] = ()
+    start: str | None = None
+    exported: bool = False
+    once: bool = False
+
+
+def attacks(*methods: str) -> Iterator[Arm]:
+    """Yields each attack on the original and on the defended model."""
+    for method in methods:
+        gin, once = f"tokenbuncher_attack_{method}", method != "grpo"
+        original, defended = (f"tokenbuncher_{method}_on_{model}" for model in ("original", "defended"))
+        yield Arm(original, gin=gin, once=once)
+        yield Arm(defended, original, gin=gin, once=once, start="tokenbuncher_defence")
+
+
+LAYER = "BUPO_LAYER=22"  # which gin/bupo_entropy_flow.gin proposes for this model
+CS336 = {
+    "nobaseline": ("reinforce.Reinforce.baseline=False",),
+    "nostd": ("reinforce.Reinforce.std=False",),
+    "constant": ("reinforce.Reinforce.aggregation='constant'",),
+    "offpolicy": ("ALGORITHM=@grpo.GRPO()", "EPOCHS=2"),
+}
+# {system: its arms}
+ARMS: dict[str, Sequence[Arm]] = {
+    "cs336": (
+        Arm("cs336_sft", exported=True, once=True),
+        Arm("cs336_grpo", "cs336_sft", start="cs336_sft", exported=True),
+        *(
+            Arm(f"cs336_{n}", "cs336_grpo", gin="cs336_grpo", bindings=b, start="cs336_sft", once=True)
+            for n, b in CS336.items()
+        ),
+        Arm("cs336_expert_iteration", "cs336_grpo", start="cs336_sft", once=True),
+    ),
+    "classmate": (
+        Arm("classmate_baseline", start="cs336_grpo"),
+        Arm("classmate_selfplay", "classmate_baseline", start="cs336_grpo"),
+        Arm("classmate_smollm2", "classmate_baseline", start="cs336_grpo", once=True),
+    ),
+    "darling": (Arm("darling_baseline"), Arm("darling", "darling_baseline")),
+    "countdown": (Arm("darling_countdown_baseline"), Arm("darling_countdown", "darling_countdown_baseline")),
+    "bupo": (
+        Arm("bupo_grpo"),
+        Arm("bupo", "bupo_grpo", bindings=(LAYER,)),
+        *(Arm(f"bupo_{n}", "bupo_grpo", gin="bupo", bindings=(LAYER, f"BUPO_STEPS={n}"), once=True) for n in (13, 40)),
+    ),
+    "tokenbuncher": (
+        Arm("tokenbuncher_defence", exported=True),
+        *attacks("grpo", "ppo", "rloo", "reinforce_plus_plus", "adaptive"),
+    ),
+}
+
+
+# -- what is run -------------------------------------------------------------------------------------------------------
+
+
+def preparations(gin: str) -> list[str]:
+    """Returns the commands that prepare the data of gin/real/GIN.gin, from its header or from that of the file to which it refers."""
+    header = (GIN / "real" / f"{gin}.gin").read_text(encoding="utf-8").split("\nfrom __gin__")[0]
+    referred = re.search(r"\bas (?:in )?gin/real/(\w+)\.gin", header)
+    if found := re.findall(r"python -m (jaxrl_llm\.data\.prepare\.[^\n]*--out data_sets/\w+)", header):
+        return found
+    if referred is None:
+        raise ValueError(f"gin/real/{gin}.gin names neither the commands of its data nor the file that does")
+    return preparations(referred[1])
+
+
+def settings(gin: str) -> str:
+    """Returns the text of gin/real/GIN.gin after those of gin/real that it includes."""
+    text = (GIN / "real" / f"{gin}.gin").read_text(encoding="utf-8")
+    return "".join(settings(name) for name in re.findall(r"^include 'gin/real/(\w+)\.gin'", text, re.M)) + text
+
+
+def data_jobs(arms: Sequence[Arm], data: Path) -> dict[str, Job]:
+    """Returns {command: the job that runs it} of all data that the arms read; equal commands are one job."""
+    commands = dict.fromkeys(c for one in arms for c in preparations(one.gin or one.name))
+    return {
+        command: Job(
+            name=f"data_{command.rsplit('/', 1)[1]}",
+            commands=[[sys.executable, "-m", *(x.replace("DATA", str(data), 1) for x in shlex.split(command))]],
+        )
+        for command in commands
+    }
+
+
+def jobs(
+    arms: Sequence[Arm], seeds: Sequence[int], model: Path, data: Path, out: Path, more: Sequence[str]
+) -> list[Job]:
+    """Returns every job; those for which others wait come first."""
+    prepared = data_jobs(arms, data)
+    found = list(prepared.values())
+    for one in arms:
+        gin = one.gin or one.name
+        macro = "START" if re.search("^START = ", settings(gin), re.M) else "PRETRAINED"
+        first = f"{one.start}-{seeds[0]}"
+        start = out / first / "model" if one.start else model
+        after = [prepared[c].name for c in preparations(gin)] + ([first] if one.start else [])
+        for seed in seeds[:1] if one.once else seeds:
+            lines = [f"SEED={seed}", f"{macro}={str(start)!r}", *one.bindings, *more]
+            found.append(run_job(f"real/{gin}", out / f"{one.name}-{seed}", lines, after, exported=one.exported))
+    return found
+
+
+def chosen(systems: Sequence[str]) -> list[Arm]:
+    """Returns the systems' arms, after those from which they start."""
+    found = [one for system in systems for one in ARMS[system]]
+    every = {one.name: one for arms in ARMS.values() for one in arms}
+    while missing := [every[a.start] for a in found if a.start and a.start not in {b.name for b in found}]:
+        found = [*dict.fromkeys(missing), *found]
+    return sorted(found, key=lambda one: depth(one, every))
+
+
+def depth(one: Arm, every: dict[str, Arm]) -> int:
+    """Returns how many arms come before one."""
+    return 0 if one.start is None else 1 + depth(every[one.start], every)
+
+
+# -- what comes of it --------------------------------------------------------------------------------------------------
+
+
+def tables(out: Path, arms: Sequence[Arm], ended: Sequence[str]) -> str:
+    """Returns, in Markdown, a table of each arm against the one it is compared with, at the seeds of which both have ended."""
+    text = ""
+    for one in arms:
+        seeds = [name.rsplit("-", 1)[1] for name in ended if name.rsplit("-", 1)[0] == one.name]
+        both = [s for s in seeds if f"{one.against}-{s}" in ended]
+        if both:
+            pair = [[out / f"{name}-{s}" for s in both] for name in (one.against, one.name)]
+            lines = list(real_runs.table(pair, real_runs.ENDS, KS))
+            text += f"## {one.against} (A), {one.name} (B), seeds {', '.join(both)}\n\n{real_runs.written(lines)}\n"
+    return text
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = command_line.parser("eval.reports.real_systems", __doc__)
+    parser.add_argument("--model", type=Path, required=True, help="folder of Qwen2.5-Coder-0.5B-Instruct")
+    parser.add_argument("--data", type=Path, required=True, help="folder that the recipes' headers call DATA")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the runs, their data and the tables")
+    parser.add_argument("--gpus", type=int, default=1, help="GPUs of this host, each for a run at a time (default: 1)")
+    parser.add_argument("--only", nargs="+", default=list(ARMS), choices=list(ARMS), help="systems (default: all)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="seeds (default: 0)")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop then; the same command goes on")
+    parser.add_argument("--gin", action="append", default=[], metavar="BINDING", help="binding of every run")
+    given = parser.parse_args(argv)
+    for name in ("model", "data"):
+        if not (folder := getattr(given, name)).is_dir():
+            parser.error(f"--{name} {folder} is no folder")
+    if given.gpus < 1:
+        parser.error(f"--gpus must be >= 1 (got {given.gpus})")
+    return given
+
+
+@command_line.told
+def main(argv: Sequence[str] | None = None) -> int:
+    given = arguments(argv)
+    begin = time.monotonic()
+    model, data, out = (path.absolute() for path in (given.model, given.data, given.out))
+    out.mkdir(parents=True, exist_ok=True)
+    os.chdir(out)  # recipes read data_sets/NAME below the folder that they are started in
+    arms, ended = chosen(given.only), list[str]()
+
+    def write(name: str) -> None:
+        ended.append(name)
+        (out / "tables.md").write_text(tables(out, arms, ended), encoding="utf-8")
+
+    runner = Runner(
+        logs=out / "logs", marks=out / "ended", deadline=begin + 60 * given.minutes,
+        cores=Cores(given.gpus, max(1, (os.cpu_count() or 1) // given.gpus), gpus=True),
+        environment={"JAX_COMPILATION_CACHE_DIR": str(out / "compiled")},
+    )  # fmt: skip
+    missing = runner.run(jobs(arms, given.seeds, model, data, out, given.gin), write)
+    print(tables(out, arms, ended), end="")
+    return 1 if missing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
