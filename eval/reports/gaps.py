@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxrl_llm import command_line
-from jaxrl_llm.eval.reports import run_rows
+from jaxrl_llm.eval.reports import jobs
 
 WIDTH = 40  # characters of the longest bar
 SAME = "no bit differs"
 ABOVE = "gap/above_"  # prefix of the counts of tokens that differ by more than a size
 
 
-def histogram(found: Sequence[run_rows.Row]) -> dict[str, int]:
+def histogram(found: Sequence[jobs.Row]) -> dict[str, int]:
     """Returns {size of the difference: tokens} over the rows of a run, from none to the largest.
 
     Raises:
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_line.parser("eval.reports.gaps", __doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
     for run in parser.parse_args(arguments).runs:
-        bars = histogram(run_rows.rows(run))
+        bars = histogram(jobs.rows(run))
         total = sum(bars.values())
         print(f"{run}: tokens compared {total}, differing {total - bars[SAME]}\n{drawn(bars)}")
     return 0

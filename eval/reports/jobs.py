@@ -2,15 +2,17 @@
 
 A job is a list of commands, each an argument list, and starts once the jobs for which it waits have succeeded. OUT/logs/NAME.txt
 holds its output; RUNS/ended/NAME marks it as done: after a stop, the same jobs continue where they stopped. A job that
-fails leaves the others running.
+fails leaves the others running. What runs are commands that make run folders, whose metrics.jsonl is read here too.
 """
 
 import argparse
 import heapq
 import itertools
+import json
 import os
 import shutil
 import subprocess
+import sys
 import tarfile
 import threading
 import time
@@ -21,11 +23,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+import jaxrl_llm
 
 Outcome = Literal["done", "failed", "stopped", "waits"]
 ARCHIVE = "results.tgz"
 KEPT = ("metrics.jsonl", "run.json", "config.gin")  # files of a run folder that go into the archive
+GIN = Path(jaxrl_llm.__file__).resolve().parent / "gin"
+# Runs use the CPU only and share a compilation cache.
+ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+
+Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,3 +250,47 @@ def archive(out: Path, runs: Path) -> Path:
         for path in small:
             tar.add(path, Path("runs") / path.relative_to(runs))
     return file
+
+
+# -- run folders -------------------------------------------------------------------------------------------------------
+
+
+def rows(folder: Path) -> list[Row]:
+    """Returns the lines of metrics.jsonl.
+
+    Raises:
+      FileNotFoundError: the run has not begun.
+    """
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def by_line(found: Any, depth: int) -> str:
+    """Returns JSON text with one line for each entry of the outer `depth` levels."""
+    if depth == 0 or not isinstance(found, dict | list):
+        return json.dumps(found)
+    if isinstance(found, list):
+        return "[\n" + ",\n".join(by_line(one, depth - 1) for one in found) + "\n]"
+    return (
+        "{\n" + ",\n".join(f"{json.dumps(str(name))}: {by_line(one, depth - 1)}" for name, one in found.items()) + "\n}"
+    )
+
+
+def seconds(found: Sequence[Row]) -> float:
+    """Returns the wall time of a run's steps, in seconds."""
+    return float(sum(row.get("time/step_s", 0.0) for row in found))
+
+
+def launch(name: str, folder: Path, bindings: Sequence[str]) -> list[str]:
+    """Returns the command that runs gin/NAME.gin in a folder."""
+    flags = [f"--gin={b}" for b in (f"RUN_DIR={str(folder)!r}", *bindings)]
+    return [sys.executable, "-m", "jaxrl_llm.launch", f"--gin_file={GIN / name}.gin", *flags]
+
+
+def run_job(
+    gin: str, folder: Path, bindings: Sequence[str], after: Sequence[str] = (), *, exported: bool = False
+) -> Job:
+    """Returns the job that runs gin/GIN.gin in a folder; with `exported` it also writes the policy to FOLDER/model."""
+    commands, model = [launch(gin, folder, bindings)], folder / "model"
+    if exported:
+        commands.append([sys.executable, "-m", "jaxrl_llm.tools.export", str(folder), "--out", str(model)])
+    return Job(name=folder.name, commands=commands, after=after, folder=model if exported else None)

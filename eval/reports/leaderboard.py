@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm import command_line
-from jaxrl_llm.eval.reports.run_rows import Row, rows
+from jaxrl_llm.eval.reports.jobs import Row, rows
 
 COMMAND = "command.json"
 RESUMED = re.compile(r"stage \S+ goes on after step (\d+)")

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from jaxrl_llm import command_line
 from jaxrl_llm.eval.reports import learning_table
-from jaxrl_llm.eval.reports.jobs import Cores, Job, archive, options, runner_of
-from jaxrl_llm.eval.reports.run_rows import ENVIRONMENT, GIN, run_job
+from jaxrl_llm.eval.reports.jobs import ENVIRONMENT, GIN, Cores, Job, archive, options, run_job, runner_of
 
 PREPARED = ("start", "teacher")  # runs from which other runs start
 TAUGHT = ("gkd_forward_kl", "gkd_jsd", "gkd_reverse_kl", "distill")  # algorithms that learn from the run `teacher`

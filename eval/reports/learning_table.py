@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm import command_line
-from jaxrl_llm.eval.reports.run_rows import by_line
+from jaxrl_llm.eval.reports.jobs import by_line
 
 GREEDY, SAMPLED, PAIRS = "eval/heldout/greedy", "eval/heldout/sampled", "eval/pairs/accuracy"
 STRONG = ("grpo", "dapo", "rloo", "reinforce_plus_plus", "ppo", "gspo")

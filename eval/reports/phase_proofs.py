@@ -15,8 +15,20 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm import command_line
-from jaxrl_llm.eval.reports.jobs import Cores, Job, archive, options, runner_of
-from jaxrl_llm.eval.reports.run_rows import ENVIRONMENT, Row, by_line, launch, rows, run_job, seconds
+from jaxrl_llm.eval.reports.jobs import (
+    ENVIRONMENT,
+    Cores,
+    Job,
+    Row,
+    archive,
+    by_line,
+    launch,
+    options,
+    rows,
+    run_job,
+    runner_of,
+    seconds,
+)
 
 SYSTEMS = ("tokenbuncher", "bupo")
 ATTACK_STEPS = 10

@@ -26,7 +26,7 @@ from jaxrl_llm.eval.compare import compare
 from jaxrl_llm.eval.evaluate import summary
 from jaxrl_llm.eval.maths import AtK
 from jaxrl_llm.eval.ngrams import NgramDiversity
-from jaxrl_llm.eval.reports.run_rows import Row, rows
+from jaxrl_llm.eval.reports.jobs import Row, rows
 from jaxrl_llm.experience import Prompt
 
 ROLLOUTS = "rollouts.jsonl"

@@ -20,8 +20,7 @@ from pathlib import Path
 
 from jaxrl_llm import command_line
 from jaxrl_llm.eval.reports import real_runs
-from jaxrl_llm.eval.reports.jobs import Cores, Job, Runner
-from jaxrl_llm.eval.reports.run_rows import GIN, run_job
+from jaxrl_llm.eval.reports.jobs import GIN, Cores, Job, Runner, run_job
 
 KS = (1, 4, 16, 64)  # of pass@k
 

@@ -17,8 +17,19 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm import command_line
-from jaxrl_llm.eval.reports.jobs import Cores, Job, archive, options, runner_of
-from jaxrl_llm.eval.reports.run_rows import ENVIRONMENT, Row, by_line, rows, run_job, seconds
+from jaxrl_llm.eval.reports.jobs import (
+    ENVIRONMENT,
+    Cores,
+    Job,
+    Row,
+    archive,
+    by_line,
+    options,
+    rows,
+    run_job,
+    runner_of,
+    seconds,
+)
 
 SEEDS = (0, 1, 2)
 # {name of the arm: (gin file, bindings in addition to the seed)}.

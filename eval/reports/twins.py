@@ -17,8 +17,19 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm import command_line
-from jaxrl_llm.eval.reports.jobs import Cores, Job, archive, options, runner_of
-from jaxrl_llm.eval.reports.run_rows import ENVIRONMENT, GIN, Row, rows, run_job, seconds
+from jaxrl_llm.eval.reports.jobs import (
+    ENVIRONMENT,
+    GIN,
+    Cores,
+    Job,
+    Row,
+    archive,
+    options,
+    rows,
+    run_job,
+    runner_of,
+    seconds,
+)
 
 SYSTEMS = ("tokenbuncher", "darling", "bupo", "classmate", "cs336")
 # Twins that start from another: (the earlier twin, and the binding that names its exported model).

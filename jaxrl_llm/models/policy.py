@@ -221,9 +221,10 @@ class Policy:
 
         return jax.jit(zeros, out_shardings={name: x.sharding for name, x in shapes.items()})()
 
-    def constrained(self, cache: Cache) -> Cache:
-        """Fixes the sharding of each part of the cache inside jit."""
-        return {name: self.partitioner.constrain(entries, _cache_axes(name)) for name, entries in cache.items()}
+    def constrained(self, cache: Cache, *, gathered: bool = False) -> Cache:
+        """Fixes the sharding of each part of the cache inside jit; `gathered` has all slots on every shard of the batch."""
+        axes = {name: [None if gathered and a == "batch" else a for a in _cache_axes(name)] for name in cache}
+        return {name: self.partitioner.constrain(entries, tuple(axes[name])) for name, entries in cache.items()}
 
     def extend(
         self,

@@ -13,6 +13,7 @@ from jaxrl_llm.distributed.mesh import Partitioner, to_host
 from jaxrl_llm.distributed.out_of_memory import explained
 from jaxrl_llm.distributed.preemption import Preemption
 from jaxrl_llm.experience import Group
+from jaxrl_llm.learner.ahead import compile_updates
 from jaxrl_llm.learner.batch import Batch
 from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.learner.score import TokenStats, means_of_rollouts, token_stats, with_routes
@@ -182,12 +183,13 @@ class StageTrainer:
         self, state: TrainState, batch: Batch, sequences: Sequences, advantages: Advantages, step: int
     ) -> tuple[TrainState, dict[str, float]]:
         """Makes all updates of the step and returns the mean of their metrics; each epoch after the first deals its groups to minibatches anew."""
-        learner, config = self.phase_learner, self.config
-        found = []
+        learner, config, found = self.phase_learner, self.config, list[Any]()
         for epoch in range(config.epochs):
             read = batch.shuffled(config.packing, (self.learner.seed, step, epoch)) if epoch else batch
             read = read.without(config.packing, advantages.silent) if config.skip_silent else read
-            for minibatch in read.micro_batches(sequences, advantages, learner.algorithm.constant, self.partitioner):
+            minibatches = read.micro_batches(sequences, advantages, learner.algorithm.constant, self.partitioner)
+            compile_updates(learner, minibatches[0], config.packing.sizes, self.bases)
+            for minibatch in minibatches:
                 state, metrics = learner.update(state, minibatch, self.bases)
                 found.append(metrics)
         values = jax.device_get(found)

@@ -125,27 +125,37 @@ def place(
     seen: Bool[Array, "S W"],
     block: Cache,
     tokens: Int[Array, "N T"],
-    source: Int[Array, " S"],
+    slots: Int[Array, " K"],
+    rows: Int[Array, " K"],
     *,
     policy: Policy,
 ) -> tuple[Cache, Bool[Array, "S W"]]:
-    """Copies prefilled row source[s] into slot s; -1 leaves the slot alone. `tokens` is padded with -1."""
-    fresh, rows = source >= 0, jnp.maximum(source, 0)
+    """Copies prefilled row rows[k] into slot slots[k], and writes nothing else; a slot beyond the last one is none. `tokens` is padded
+    with -1.
+
+    TPU's compiler changes the whole cache's layout for a scatter: there the prompts' places in all slots are written, in place.
+    """
+    source = jnp.full(seen.shape[0], -1, rows.dtype).at[slots].set(rows, mode="drop")
 
     def copied(old: jax.Array, new: jax.Array) -> jax.Array:
         axis = caches.entry_axis()
-        filled = (*[slice(None)] * axis, slice(new.shape[axis]))
-        return old.at[filled].set(jnp.where(fresh[:, None, None, None], new[:, rows], old[filled]))
+        filled = (*[slice(None)] * (axis - 2), slice(new.shape[axis]))
+        if not caches.heads_first():
+            return old.at[:, slots, *filled].set(new[:, rows], mode="drop")
+        kept = old[:, :, *filled]
+        fresh = (source >= 0)[:, None, None, None]
+        return old.at[:, :, *filled].set(jnp.where(fresh, new[:, jnp.maximum(source, 0)], kept))
 
     def replaced(old: jax.Array, new: jax.Array) -> jax.Array:
-        return jnp.where(fresh.reshape(-1, *(1,) * (old.ndim - 2)), new[:, rows], old)
+        return old.at[:, slots].set(new[:, rows], mode="drop")
 
+    whole = policy.constrained(block, gathered=True)  # each device takes rows for its own slots
     change = {"k": copied, "v": copied, "state": replaced, "conv": replaced}
-    cache = {name: change[name](entries, block[name]) for name, entries in cache.items()}
+    cache = {name: change[name](entries, whole[name]) for name, entries in cache.items()}
     width = seen.shape[1]
     index = jnp.where(tokens < 0, width, tokens)
     table = jnp.zeros((tokens.shape[0], width), bool).at[jnp.arange(len(tokens))[:, None], index].set(True, mode="drop")
-    seen = policy.partitioner.constrain(jnp.where(fresh[:, None], table[rows], seen), ("batch", "vocabulary"))
+    seen = policy.partitioner.constrain(seen.at[slots].set(table[rows], mode="drop"), ("batch", "vocabulary"))
     return policy.constrained(cache), seen
 
 

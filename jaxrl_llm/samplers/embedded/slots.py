@@ -19,6 +19,7 @@ Prefix = tuple[Request, int]  # a request and the index of one of its prefixes
 _SHORTEST = 16  # tokens of the shortest bucket: shorter ones would compile more programs and save nothing
 _STOP_IDS = 4  # fewest stop ids that a batch has room for
 _STATE = ("last", "position", "drawn", "done")  # the fields of Slots that a chunk changes
+_REFILLS = 16  # refills that write fewer slots than a 16th of a batch's are one program
 _TOLD = 64  # tokens of the shortest bucket between two turns: messages are seldom much longer
 
 
@@ -211,16 +212,19 @@ class SlotBatch:
             return block is not None
         if block.version != version:  # the prompts' keys and values follow the newest weights
             (block.cache, block.routes), block.version = self._prefilled(params, block.tokens, block.places), version
-        source = np.full(self.capacity.slots, -1, np.int32)
+        found: list[tuple[int, int]] = []
         while free and block.drafts:
             row, draft = block.drafts.popleft()
             if draft.request.open:
-                source[free[0]] = row
+                found.append((free[0], row))
                 draft.recorded = None if block.routes is None else (block.routes, row)
                 self._assign(free.pop(0), draft)
-        self._programs.add(("place", self.capacity, block.tokens.shape))
+        slots = self.capacity.slots
+        pairs = np.full((min(bucket(len(found), max(slots // _REFILLS, 1)), slots), 2), slots, np.int32)
+        pairs[:, 1], pairs[: len(found)] = 0, np.reshape(found, (-1, 2))
+        self._programs.add(("place", self.capacity, block.tokens.shape, len(pairs)))
         self._cache, self._seen = decode.place(
-            self._cache, self._seen, block.cache, block.tokens, source, policy=self.policy
+            self._cache, self._seen, block.cache, block.tokens, *pairs.T, policy=self.policy
         )
         if not block.drafts:
             self._block = None

@@ -185,9 +185,9 @@ def shut_program_in(job: dict, changes_user: bool) -> None:
         own_files=isolation != "landlock",
         signals=isolation != "landlock" or landlock_version() >= SCOPED_LANDLOCK,
     )
-    # Where users are shared, the limit counts what else runs under this one.
+    # Where users are shared, the limit counts what else runs under this one, which may grow meanwhile; the guard keeps the run's own number.
     shared = not changes_user and isolation != "namespaces"
-    processes = job["processes"] + (process_tree.tasks_of(os.getuid()) if shared else 0)
+    processes = job["processes"] if not shared else 2 * job["processes"] + process_tree.tasks_of(os.getuid())
     call("prctl", SET_SUBREAPER, 0, 0, 0, 0)
     drop_privileges(job["uid"] if changes_user else None)
     if isolation == "landlock":
