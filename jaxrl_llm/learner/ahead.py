@@ -1,53 +1,42 @@
-"""Compiles the programs of an update side by side, before the first update.
+"""Compiles the programs that a step's updates need side by side, before the first of them runs.
 
-With a tail (`Packing.tail`) a minibatch's last micro-batches have fewer rows, and each number of rows is a program of its own. Compiled
-where an update first comes to them, they follow one another, in the first steps of a run.
+Micro-batches of each number of rows (`Packing.tail`) are a program of their own, as are a minibatch of one and of several. Where updates
+come to them one after the other, they are compiled one after the other, each on one processor.
 """
 
-import weakref
+import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from weakref import WeakKeyDictionary
 
 import jax
 
 from jaxrl_llm.algorithms.batch import MicroBatch
-from jaxrl_llm.distributed.mesh import Partitioner
-from jaxrl_llm.learner.batch import packed_axes
 from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.learner.score import NO_BASES, Bases
 
-_ready: weakref.WeakSet[Learner] = weakref.WeakSet()  # learners for which nothing is left to compile here
+Kind = tuple[int, int]  # rows of a micro-batch, and whether it is alone (1) or not (2) in its minibatch
+CORES = 8  # with fewer, the compiler's own threads take all of them for one program
+_known: WeakKeyDictionary[Learner, set[Kind]] = WeakKeyDictionary()
 
 
-def shaped(batch: MicroBatch, rows: int, partitioner: Partitioner) -> MicroBatch:
-    """Returns the shapes and shardings, on the mesh, of a micro-batch like `batch` with another number of rows."""
+def compile_updates(learner: Learner, minibatches: Sequence[Sequence[MicroBatch]], bases: Bases = NO_BASES) -> int:
+    """Compiles what updates by these minibatches run and no earlier ones ran, where that is several programs; returns their number.
 
-    def described(x: jax.Array) -> jax.ShapeDtypeStruct:
-        shape = (x.shape[0] * rows // len(batch.tokens), *x.shape[1:]) if x.ndim else ()
-        sharding = partitioner.sharding(packed_axes(x), shape) if x.ndim >= 2 else partitioner.replicated
-        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
-
-    return jax.tree.map(described, batch)
-
-
-def compile_updates(
-    learner: Learner, minibatch: Sequence[MicroBatch], sizes: Sequence[int], bases: Bases = NO_BASES
-) -> int:
-    """Compiles, once for a learner, what updates by micro-batches of `sizes` rows run, of which `minibatch` is an example; returns the
-    number of programs.
-
-    A call of the learner's functions with such shapes finds its program compiled. Nothing is done where there is one size, and where
-    several processes train, which compile programs in one order.
+    The learner's own calls then find them compiled. Several processes leave it to their updates, which compile in one order, and so do
+    hosts with few cores.
     """
-    if len(sizes) < 2 or jax.process_count() > 1 or learner in _ready:
+    if jax.process_count() > 1 or (os.cpu_count() or 1) < CORES:
         return 0
-    _ready.add(learner)
-    several = min(len(minibatch), 2)
-    lowered = [
-        program
-        for number, rows in enumerate(sizes)
-        for name, program in learner.lowered(shaped(minibatch[0], rows, learner.partitioner), several, bases).items()
-        if name != "apply" or number == 0
-    ]
+    found = {(len(micro.tokens), min(len(mini), 2)): micro for mini in minibatches for micro in mini}
+    known = _known.setdefault(learner, set())
+    new = {kind: micro for kind, micro in found.items() if kind not in known}
+    known.update(new)
+    if len(new) < 2:
+        return 0
+    lowered = {}
+    for (rows, alone), micro in new.items():
+        for name, program in learner.lowered(micro, alone, bases).items():
+            lowered[name if name == "apply" else (name, rows)] = program
     with ThreadPoolExecutor(len(lowered)) as threads:
-        return len(list(threads.map(lambda program: program.compile(), lowered)))
+        return len(list(threads.map(lambda program: program.compile(), lowered.values())))

@@ -4,8 +4,10 @@
 """
 
 import json
+import math
 import re
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -88,12 +90,14 @@ class Compilations:
 
     def __init__(self) -> None:
         self._made, self._seen = 0, 0
-        self._seconds = 0.0
+        self._spans: list[tuple[float, float]] = []
         jax.monitoring.register_event_duration_secs_listener(self._listen)
 
     def _listen(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event == EVENT:
-            self._made, self._seconds = self._made + 1, self._seconds + duration_secs
+            end = time.perf_counter()
+            self._made += 1
+            self._spans.append((end - duration_secs, end))
 
     def take(self) -> int:
         """Returns the number of programs compiled since the last call."""
@@ -101,8 +105,12 @@ class Compilations:
         return new
 
     def spent(self) -> float:
-        """Returns the seconds of compilation, and of reading compiled programs, since the last call; seconds of concurrent ones are summed."""
-        seconds, self._seconds = self._seconds, 0.0
+        """Returns the seconds since the last call in which programs were compiled, or compiled ones read; those of several at a time count once."""
+        spans, self._spans = self._spans, []
+        seconds, until = 0.0, -math.inf
+        for begin, end in sorted(spans):
+            seconds += max(end - max(begin, until), 0.0)
+            until = max(until, end)
         return seconds
 
 

@@ -188,7 +188,7 @@ class StageTrainer:
             read = batch.shuffled(config.packing, (self.learner.seed, step, epoch)) if epoch else batch
             read = read.without(config.packing, advantages.silent) if config.skip_silent else read
             minibatches = read.micro_batches(sequences, advantages, learner.algorithm.constant, self.partitioner)
-            compile_updates(learner, minibatches[0], config.packing.sizes, self.bases)
+            compile_updates(learner, minibatches, self.bases)
             for minibatch in minibatches:
                 state, metrics = learner.update(state, minibatch, self.bases)
                 found.append(metrics)

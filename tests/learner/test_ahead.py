@@ -1,4 +1,4 @@
-"""Programs compiled side by side: updates by micro-batches of each number of rows then compile none of theirs, and are the same."""
+"""Programs compiled side by side: the updates that need them then compile none, and are the same."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -31,6 +31,11 @@ def minibatch(learner: Learner, tail: int, count: int) -> list[MicroBatch]:
     return batches_of(learner, replace(batch, minibatches=[rows]))
 
 
+@pytest.fixture(autouse=True)
+def cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+
+
 def own(names: Sequence[str]) -> list[str]:
     """The names of the learner's own programs among those compiled."""
     return sorted(name for name in names if any(part in name for part in ("accumulate", "applied", "whole", "only")))
@@ -53,17 +58,37 @@ def test_an_update_compiles_no_shape_that_was_compiled_ahead(
 
     state = fresh_state(learner)
     compiled.clear()
-    made = compile_updates(learner, micro, sizes)
+    made = compile_updates(learner, [micro])
     assert made == len(sizes) + (not offload) and len(own(compiled)) == made
     compiled.clear()
     state, got = learner.update(state, micro)
-    assert own(compiled) == []
+    assert own(compiled) == [] and compile_updates(learner, [micro]) == 0
     assert {n: float(x) for n, x in got.items()} == {n: float(x) for n, x in want.items()}
     found = leaves(state)
     for path, x in leaves(expected).items():
         np.testing.assert_array_equal(found[path], x, err_msg=path)
 
 
-def test_one_shape_is_left_to_the_update() -> None:
+def test_minibatches_of_one_and_of_several_micro_batches_have_programs_of_their_own() -> None:
     learner = make_learner(GRPO_CASE)
-    assert compile_updates(learner, minibatch(learner, 0, 4), [4]) == 0
+    several, alone = minibatch(learner, 0, 8), minibatch(learner, 0, 4)
+    assert [len(several), len(alone)] == [2, 1]
+    assert compile_updates(learner, [several, alone]) == 3  # with the update behind a sum
+    compiled.clear()
+    state = fresh_state(learner)
+    for mini in (several, alone):
+        state, _ = learner.update(state, mini)
+    assert own(compiled) == []
+
+
+def test_one_new_program_is_left_to_the_update() -> None:
+    learner = make_learner(GRPO_CASE)
+    compiled.clear()
+    assert compile_updates(learner, [minibatch(learner, 0, 8)]) == 0
+    assert own(compiled) == []
+
+
+def test_few_cores_leave_it_to_the_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    learner = make_learner(GRPO_CASE)
+    assert compile_updates(learner, [minibatch(learner, 0, 8), minibatch(learner, 0, 4)]) == 0

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from builders import EchoSampler, Words, make_prompt, make_rollout
+from builders import EchoSampler, Words, make_prompt, make_rollout, slow_but
 from learner_cases import (
     PACKING,
     TEMPERATURE,
@@ -93,7 +93,7 @@ def test_a_teacher_of_other_tokens_or_none_at_all_is_refused_at_the_start(tmp_pa
         command_line.build([str(gin_file)], ["TRAIN_ROWS = 8"])
 
 
-@pytest.mark.parametrize("mixture", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("mixture", slow_but((0.4,), (0.0, 0.4, 1.0)))
 def test_an_update_draws_the_policy_to_its_teachers_whole_distribution(mixture: float) -> None:
     """The loss is the mean divergence of the two softmaxes at the learned tokens, and falls as the policy learns."""
     algorithm = GKD(mixture=mixture)

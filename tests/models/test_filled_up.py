@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from builders import slow_but
 from safetensors.numpy import load_file
 
 from jaxrl_llm.distributed import tree_sums
@@ -100,7 +101,10 @@ def alone() -> tuple[Any, ...]:
     return jax.tree.map(np.asarray, results(policy_on(1), placed(policy_on(1), host())))
 
 
-@pytest.mark.parametrize("sizes", [{"devices": 3}, {"devices": 6}, {"devices": 6, "fsdp": 3, "tensor": 2}])
+SIZES = ({"devices": 3}, {"devices": 6}, {"devices": 6, "fsdp": 3, "tensor": 2})
+
+
+@pytest.mark.parametrize("sizes", slow_but((SIZES[0], SIZES[2]), SIZES))
 def test_losses_and_gradients_are_those_of_one_device_and_the_filling_gets_none(sizes: dict[str, int]) -> None:
     policy = policy_on(**sizes)
     stored, spread = policy.abstract(), [x for x in jax.tree.leaves(policy.abstract()) if x.ndim > 1]

@@ -55,7 +55,7 @@ def loaded(name, folder, partitioner=None, remat="none"):
     return theirs, policy, hf_weights.load(policy, folder)
 
 
-@pytest.fixture(scope="module", params=slow_but(("untied", "next"), CONFIGS))
+@pytest.fixture(scope="module", params=slow_but(("untied",), CONFIGS))
 def pair(request, tmp_path_factory):
     return request.param, *loaded(request.param, tmp_path_factory.mktemp(request.param))
 
