@@ -38,6 +38,10 @@ _SUMS = ("all-reduce", "reduce-scatter")
 _STARTS = ("async-start", "call-start")
 # Marks of an exchange that TPU's compiler carries out step by step, and of the step that waits for it.
 _STEP, _LAST_STEP = "chain_id=", '"AsyncCollectiveDone"'
+# Opcodes whose result is their operand, on another device or in another place.
+_MOVED = (
+    "copy", "copy-start", "copy-done", "bitcast", "collective-permute", "collective-permute-start", "collective-permute-done",
+)  # fmt: skip
 # Slices exchange over the network of their hosts, by transfers that TPU's runtime makes.
 _TRANSFER = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 _MEETING = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
@@ -265,14 +269,14 @@ class Program:
     def narrow_sums(self) -> list[str]:
         """The names of instructions that add over devices in 16 bits, where one device alone would add in the matrix unit's 32.
 
-        They are sums between devices, and products in a loop that passes shares of the weights from device to device, whose
-        results are parts of one sum.
+        They are sums between devices, and products in a loop that passes shares of the weights from device to device, from one turn to
+        the next, whose results are parts of one sum.
         """
         narrow = re.compile(r"\b(bf16|f16)\[")
         found = [one.name for one in self.collectives if one.kind in _SUMS and narrow.search(one.operands or one.shape)]
         for loop in (i for _, i, _, _ in self.executed if i.opcode == "while"):
             body = list(self.computations[_named("body", loop)].values())
-            if any(i.opcode.startswith("collective-permute") for i in body):
+            if _circulates({i.name: i for i in body}):
                 inside = [
                     i
                     for one in body
@@ -289,6 +293,20 @@ class Program:
         for _, instruction, _, _ in self.executed:
             for dtype, sizes in _ARRAY.findall(instruction.shape):
                 yield instruction.name, dtype, tuple(int(n) for n in sizes.split(",") if n)
+
+
+def _circulates(body: Mapping[str, Instruction]) -> bool:
+    """Returns whether a loop's turn leaves to the next one what it has itself got of the last one and sent on to another device."""
+    for left in (name for one in body.values() if one.opcode == "tuple" for name in one.operands):
+        one, sent = body.get(left), False
+        while one is not None and one.opcode in _MOVED:
+            sent |= one.opcode.startswith("collective-permute")
+            one = body.get(one.operands[0])
+        if sent and one is not None and one.opcode == "get-tuple-element":
+            source = body.get(one.operands[0])
+            if source is not None and source.opcode == "parameter":
+                return True
+    return False
 
 
 def _instruction(line: str) -> Instruction | None:
