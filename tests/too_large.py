@@ -35,7 +35,7 @@ def stage():
     """A stage in progress whose learner is `full`, and a batch."""
     config = Mock(spec=Stage, packing=Packing(rows=16, row_tokens=2048), epochs=1, max_staleness=0, skip_silent=False)
     batch = Mock(spec=Batch)
-    batch.micro_batches.return_value = ["a micro-batch"]
+    batch.micro_batches.return_value = [[]]
     run = StageTrainer(
         config=config, learner=full(), loader=Mock(spec=GroupLoader), frozen=Mock(spec=FrozenModels), sources=[],
         held_out=Mock(spec=HeldOut), preemption=Mock(spec=Preemption), progress=Mock(spec=Progress, watching=Mock()),
