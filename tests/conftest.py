@@ -34,6 +34,13 @@ sys.dont_write_bytecode = True
 install_import_hook("jaxrl_llm", "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))")
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Writes down a failure at once, in the file that JAXRL_LLM_FAILED names: a limit of time may end the process before it tells."""
+    if report.failed and (file := os.environ.get("JAXRL_LLM_FAILED")):
+        with open(file, "a", encoding="utf-8") as names:
+            names.write(f"{report.nodeid}\n")
+
+
 @pytest.fixture(autouse=True)
 def fresh_gin() -> Iterator[None]:
     """gin's configuration is empty and unlocked before and after each test, whatever ran before in this worker."""

@@ -22,7 +22,7 @@ KINDS = (
 )
 _HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) .*-> .*\{$")
 _BROKEN = re.compile(r"\n(?=[\"}][^\n])")  # the metadata of a Pallas call continues on the next lines
-_NAME = re.compile(r"\s+(?:ROOT )?%([\w.\-]+) = ")
+_NAME = re.compile(r"\s+(ROOT )?%([\w.\-]+) = ")
 _OPCODE = re.compile(r" ([a-z][\w\-]*)\(")
 _ARRAY = re.compile(r"\b(pred|[suf]\d+\w*|bf16|c64|c128)\[([\d,]*)\]")
 _CALLED = re.compile(r"\b(?:calls|to_apply|called_computations)=\{?(%[\w.\-]+(?:, %[\w.\-]+)*)")
@@ -38,10 +38,13 @@ _SUMS = ("all-reduce", "reduce-scatter")
 _STARTS = ("async-start", "call-start")
 # Marks of an exchange that TPU's compiler carries out step by step, and of the step that waits for it.
 _STEP, _LAST_STEP = "chain_id=", '"AsyncCollectiveDone"'
-# Opcodes whose result is their operand, on another device or in another place.
+# Opcodes whose result is an operand, on another device or in another place, or the sum of it and another.
 _MOVED = (
-    "copy", "copy-start", "copy-done", "bitcast", "collective-permute", "collective-permute-start", "collective-permute-done",
+    "copy", "copy-start", "copy-done", "bitcast", "get-tuple-element", "collective-permute", "collective-permute-start",
+    "collective-permute-done", "add",
 )  # fmt: skip
+# What a fusion of a product and such a sum has beside them.
+_PRODUCTS = ("parameter", "constant", "convolution", "dot", "convert", "reshape", "transpose", "broadcast")
 # Slices exchange over the network of their hosts, by transfers that TPU's runtime makes.
 _TRANSFER = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 _MEETING = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
@@ -58,12 +61,14 @@ class Instruction:
       shape: its result's shape as HLO writes it.
       opcode: its opcode, such as fusion or all-gather-start.
       rest: everything behind the opcode.
+      root: whether it is what its computation returns.
     """
 
     name: str
     shape: str
     opcode: str
     rest: str
+    root: bool = False
 
     @property
     def called(self) -> list[str]:
@@ -269,14 +274,14 @@ class Program:
     def narrow_sums(self) -> list[str]:
         """The names of instructions that add over devices in 16 bits, where one device alone would add in the matrix unit's 32.
 
-        They are sums between devices, and products in a loop that passes shares of the weights from device to device, from one turn to
-        the next, whose results are parts of one sum.
+        They are sums between devices, and products in a loop that passes shares of the weights, or of the sum, from device to device and
+        from one turn to the next: such products are parts of one sum.
         """
         narrow = re.compile(r"\b(bf16|f16)\[")
         found = [one.name for one in self.collectives if one.kind in _SUMS and narrow.search(one.operands or one.shape)]
         for loop in (i for _, i, _, _ in self.executed if i.opcode == "while"):
             body = list(self.computations[_named("body", loop)].values())
-            if _circulates({i.name: i for i in body}):
+            if self._circulates({i.name: i for i in body}):
                 inside = [
                     i
                     for one in body
@@ -288,25 +293,39 @@ class Program:
                 found += [i.name for i in parts if narrow.match(i.shape)]
         return found
 
+    def _circulates(self, body: Mapping[str, Instruction]) -> bool:
+        """Returns whether a loop's turn leaves to the next one what the last one left to it, sent to another device, with or without
+        something added."""
+        roots = [one for one in body.values() if one.root and one.opcode == "tuple"]
+        left: list[tuple[str, bool]] = [(name, False) for one in roots for name in one.operands]
+        seen: set[tuple[str, bool]] = set()
+        while left:
+            name, sent = left.pop()
+            one = body.get(name)
+            if one is None or (name, sent) in seen:
+                continue
+            seen.add((name, sent))
+            source = body.get(one.operands[0]) if one.opcode == "get-tuple-element" else None
+            if source is not None and source.opcode == "parameter":
+                if sent:
+                    return True
+            elif self._passes(one):
+                sent |= one.opcode.startswith("collective-permute")
+                left += [(operand, sent) for operand in one.operands]
+        return False
+
+    def _passes(self, one: Instruction) -> bool:
+        """Returns whether an instruction's result is an operand of it, elsewhere, or the sum of it and something else."""
+        if one.opcode != "fusion":
+            return one.opcode in _MOVED
+        inside = {i.opcode for name in one.called for i in self.computations[name].values()}
+        return "add" in inside and inside <= {*_MOVED, *_PRODUCTS}
+
     def arrays(self) -> Iterator[tuple[str, str, tuple[int, ...]]]:
         """Yields (instruction, dtype, sizes) of every array that is in memory while the program runs, without the insides of fusions."""
         for _, instruction, _, _ in self.executed:
             for dtype, sizes in _ARRAY.findall(instruction.shape):
                 yield instruction.name, dtype, tuple(int(n) for n in sizes.split(",") if n)
-
-
-def _circulates(body: Mapping[str, Instruction]) -> bool:
-    """Returns whether a loop's turn leaves to the next one what it has itself got of the last one and sent on to another device."""
-    for left in (name for one in body.values() if one.opcode == "tuple" for name in one.operands):
-        one, sent = body.get(left), False
-        while one is not None and one.opcode in _MOVED:
-            sent |= one.opcode.startswith("collective-permute")
-            one = body.get(one.operands[0])
-        if sent and one is not None and one.opcode == "get-tuple-element":
-            source = body.get(one.operands[0])
-            if source is not None and source.opcode == "parameter":
-                return True
-    return False
 
 
 def _instruction(line: str) -> Instruction | None:
@@ -321,7 +340,7 @@ def _instruction(line: str) -> Instruction | None:
         shape, _, rest = rest.partition(" ")
         rest = " " + rest
     opcode = _OPCODE.match(rest)
-    return None if opcode is None else Instruction(named[1], shape, opcode[1], rest[opcode.end() :])
+    return None if opcode is None else Instruction(named[2], shape, opcode[1], rest[opcode.end() :], bool(named[1]))
 
 
 def _closing(text: str, depth: int) -> int:

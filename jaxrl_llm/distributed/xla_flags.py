@@ -70,6 +70,11 @@ GOOGLE = "0x1ae0"
 PCI_KINDS = {"0x005e": "v4", "0x0062": "v5p", "0x0063": "v5e", "0x006f": "v6e"}
 
 
+def cores() -> int:
+    """Returns the number of CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def gpus() -> int:
     """Returns the number of NVIDIA GPUs that JAX will find, without asking the driver; 0 where JAX has no plugin for them."""
     plugins = ("jax_cuda13_plugin", "jax_cuda12_plugin")

@@ -7,6 +7,7 @@ import json
 import math
 import re
 import sys
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -91,13 +92,15 @@ class Compilations:
     def __init__(self) -> None:
         self._made, self._seen = 0, 0
         self._spans: list[tuple[float, float]] = []
+        self._lock = threading.Lock()  # programs are compiled in several threads
         jax.monitoring.register_event_duration_secs_listener(self._listen)
 
     def _listen(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event == EVENT:
             end = time.perf_counter()
-            self._made += 1
-            self._spans.append((end - duration_secs, end))
+            with self._lock:
+                self._made += 1
+                self._spans.append((end - duration_secs, end))
 
     def take(self) -> int:
         """Returns the number of programs compiled since the last call."""
@@ -106,7 +109,8 @@ class Compilations:
 
     def spent(self) -> float:
         """Returns the seconds since the last call in which programs were compiled, or compiled ones read; those of several at a time count once."""
-        spans, self._spans = self._spans, []
+        with self._lock:
+            spans, self._spans = self._spans, []
         seconds, until = 0.0, -math.inf
         for begin, end in sorted(spans):
             seconds += max(end - max(begin, until), 0.0)

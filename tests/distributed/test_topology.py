@@ -90,17 +90,26 @@ def test_a_program_of_this_process_has_the_exchanges_that_were_written():
 def test_products_that_travel_with_their_weights_and_sums_of_16_bits_are_found():
     passed = STEPS.replace(
         "  %sum = ",
-        "  %p = (s32[], bf16[6,64]{1,0}) parameter(0)\n"
+        "  %p = (s32[], bf16[6,64]{1,0}, bf16[64,64]{1,0}) parameter(0)\n"
         "  %share = bf16[6,64]{1,0} get-tuple-element(%p), index=1\n"
+        "  %total = bf16[64,64]{1,0} get-tuple-element(%p), index=2\n"
         "  %part = bf16[64,64]{1,0} convolution(%u, %share), dim_labels=bf_io->bf\n"
         "  %next = (bf16[6,64]{1,0}, bf16[6,64]{1,0}) collective-permute-start(%share), source_target_pairs={{0,1}}\n"
         "  %here = bf16[6,64]{1,0} collective-permute-done(%next)\n"
-        "  %left = (s32[], bf16[6,64]{1,0}) tuple(%count, %here)\n  %sum = ",
+        "  %more = bf16[64,64]{1,0} add(%total, %part)\n"
+        "  ROOT %left = (s32[], bf16[6,64]{1,0}, bf16[64,64]{1,0}) tuple(%count, %here, %more)\n  %sum = ",
     )
     assert hlo.Program(STEPS).narrow_sums == [] and hlo.Program(passed).narrow_sums == ["part"]
-    # Transfers of what a turn has made, and of what it does not leave to the next: its products are whole.
+    # What a turn sends of its own, or does not leave to the next, makes no product a part of a sum.
     assert hlo.Program(passed.replace("permute-start(%share)", "permute-start(%u)")).narrow_sums == []
-    assert hlo.Program(passed.replace("tuple(%count, %here)", "tuple(%count, %share)")).narrow_sums == []
+    stays = passed.replace("tuple(%count, %here,", "tuple(%count, %share,")
+    assert hlo.Program(stays).narrow_sums == []
+    # The sum travels, and the shares of the weights stay: what is sent is added to, before it is sent or after.
+    travels = stays.replace("permute-start(%share)", "permute-start(%total)")
+    after = travels.replace("add(%total, %part)", "add(%here, %part)")
+    before = travels.replace("permute-start(%total)", "permute-start(%more)").replace("%here, %more)", "%share, %here)")
+    before = before.replace("tuple(%count, %share, %more)", "tuple(%count, %share, %here)")
+    assert [hlo.Program(text).narrow_sums for text in (after, before)] == [["part"], ["part"]]
     assert hlo.Program(passed.replace("bf16[64,64]", "f32[64,64]")).narrow_sums == []
     rounded = STEPS.replace("%r = f32[8,128]", "%r = bf16[8,128]")
     assert hlo.Program(rounded).narrow_sums == []  # a sum in float32, which is rounded as it is written

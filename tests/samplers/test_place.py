@@ -20,7 +20,7 @@ class Chip:
     device_kind: str
 
 
-@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+@pytest.mark.parametrize("platform", ["gpu", "tpu", "cpu"])
 @pytest.mark.parametrize("mesh", [{}, {"fsdp": 8}, {"fsdp": 4, "tensor": 2}], ids=str)
 def test_only_the_named_slots_are_written(mesh: dict[str, int], platform: str) -> None:
     policy = built(8 if mesh else 1, **mesh).policy

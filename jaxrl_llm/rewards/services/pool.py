@@ -20,17 +20,13 @@ from multiprocessing import Pipe
 from typing import Any
 
 from jaxrl_llm import serving
+from jaxrl_llm.distributed.xla_flags import cores
 from jaxrl_llm.protocols import Down
 from jaxrl_llm.rewards.wrap import Failed
 
 STARTUP_S = 120.0
 MOST_BYTES = 2**20  # size of the largest answer
 WEAK = "JAXRL_LLM_ALLOW_WEAK_ISOLATION"  # environment variable that lets verifiers run without the kernel's filter
-
-
-def cores() -> int:
-    """Returns the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Pool:

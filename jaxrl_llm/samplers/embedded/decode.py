@@ -119,6 +119,11 @@ def prefill(
     return cache, policy.partitioner.constrain(routes, (None,) * routes.ndim)
 
 
+def refills_apart() -> bool:
+    """Returns whether `place` writes the refilled slots alone, so that fewer of them are less work."""
+    return dispatch.device().platform == "gpu"
+
+
 @partial(jax.jit, static_argnames=("policy",), donate_argnames=("cache", "seen"))
 def place(
     cache: Cache,
@@ -130,32 +135,36 @@ def place(
     *,
     policy: Policy,
 ) -> tuple[Cache, Bool[Array, "S W"]]:
-    """Copies prefilled row rows[k] into slot slots[k], and writes nothing else; a slot beyond the last one is none. `tokens` is padded
-    with -1.
+    """Copies prefilled row rows[k] into slot slots[k]; a slot beyond the last one is none. `tokens` is padded with -1.
 
-    TPU's compiler changes the whole cache's layout for a scatter: there the prompts' places in all slots are written, in place.
+    On GPUs it is a scatter, which writes those slots alone, in place. Elsewhere the prompts' places in all slots are written: for a
+    scatter TPU's compiler changes the whole cache's layout, and a CPU's copies the rows first.
     """
+    scatters = refills_apart()
     source = jnp.full(seen.shape[0], -1, rows.dtype).at[slots].set(rows, mode="drop")
+    fresh, taken = source >= 0, jnp.maximum(source, 0)
+    if scatters:
+        block = policy.constrained(block, gathered=True)  # each device takes rows for its own slots
 
     def copied(old: jax.Array, new: jax.Array) -> jax.Array:
         axis = caches.entry_axis()
         filled = (*[slice(None)] * (axis - 2), slice(new.shape[axis]))
-        if not caches.heads_first():
+        if scatters:
             return old.at[:, slots, *filled].set(new[:, rows], mode="drop")
         kept = old[:, :, *filled]
-        fresh = (source >= 0)[:, None, None, None]
-        return old.at[:, :, *filled].set(jnp.where(fresh, new[:, jnp.maximum(source, 0)], kept))
+        return old.at[:, :, *filled].set(jnp.where(fresh[:, None, None, None], new[:, taken], kept))
 
     def replaced(old: jax.Array, new: jax.Array) -> jax.Array:
-        return old.at[:, slots].set(new[:, rows], mode="drop")
+        if scatters:
+            return old.at[:, slots].set(new[:, rows], mode="drop")
+        return jnp.where(fresh.reshape(-1, *(1,) * (old.ndim - 2)), new[:, taken], old)
 
-    whole = policy.constrained(block, gathered=True)  # each device takes rows for its own slots
     change = {"k": copied, "v": copied, "state": replaced, "conv": replaced}
-    cache = {name: change[name](entries, whole[name]) for name, entries in cache.items()}
+    cache = {name: change[name](entries, block[name]) for name, entries in cache.items()}
     width = seen.shape[1]
     index = jnp.where(tokens < 0, width, tokens)
     table = jnp.zeros((tokens.shape[0], width), bool).at[jnp.arange(len(tokens))[:, None], index].set(True, mode="drop")
-    seen = policy.partitioner.constrain(seen.at[slots].set(table[rows], mode="drop"), ("batch", "vocabulary"))
+    seen = policy.partitioner.constrain(jnp.where(fresh[:, None], table[taken], seen), ("batch", "vocabulary"))
     return policy.constrained(cache), seen
 
 

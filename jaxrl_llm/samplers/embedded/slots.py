@@ -220,7 +220,8 @@ class SlotBatch:
                 draft.recorded = None if block.routes is None else (block.routes, row)
                 self._assign(free.pop(0), draft)
         slots = self.capacity.slots
-        pairs = np.full((min(bucket(len(found), max(slots // _REFILLS, 1)), slots), 2), slots, np.int32)
+        size = bucket(len(found), max(slots // _REFILLS, 1)) if decode.refills_apart() else slots
+        pairs = np.full((min(size, slots), 2), slots, np.int32)
         pairs[:, 1], pairs[: len(found)] = 0, np.reshape(found, (-1, 2))
         self._programs.add(("place", self.capacity, block.tokens.shape, len(pairs)))
         self._cache, self._seen = decode.place(
