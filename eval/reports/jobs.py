@@ -31,7 +31,7 @@ Outcome = Literal["done", "failed", "stopped", "waits"]
 ARCHIVE = "results.tgz"
 KEPT = ("metrics.jsonl", "run.json", "config.gin")  # files of a run folder that go into the archive
 GIN = Path(jaxrl_llm.__file__).resolve().parent / "gin"
-# Runs use the CPU only and share a compilation cache.
+# Variables of runs that use the CPU only and share a compilation cache.
 ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
 
 Row = Mapping[str, Any]
@@ -74,17 +74,19 @@ class Cores:
     Args:
       jobs: number of slots.
       threads: number of CPU cores per slot.
-      gpus: whether slot N also has the N-th NVIDIA GPU to itself.
+      environments: variables of each slot's commands, such as the GPU that they see; None for none.
     """
 
-    def __init__(self, jobs: int = 1, threads: int = 2, gpus: bool = False) -> None:
-        given = [{"CUDA_VISIBLE_DEVICES": str(number)} if gpus else {} for number in range(jobs)]
-        self._free = [Slot(cores=core_set(n, threads), environment=given[n]) for n in reversed(range(jobs))]
+    def __init__(
+        self, jobs: int = 1, threads: int = 2, environments: Sequence[Mapping[str, str]] | None = None
+    ) -> None:
+        own = [{}] * jobs if environments is None else environments
+        self._free = [Slot(cores=core_set(n, threads), environment=own[n]) for n in reversed(range(jobs))]
         self._waiting: list[tuple[int, int]] = []
         self._numbers = itertools.count()
         self._changed = threading.Condition()
         self.stopped = threading.Event()
-        self._told = f"Cores(jobs={jobs}, threads={threads}, gpus={gpus})"
+        self._told = f"Cores(jobs={jobs}, threads={threads})"
 
     def __repr__(self) -> str:
         return self._told
@@ -136,6 +138,8 @@ class Runner:
 
         A job whose `ended` raises counts among the others: its error is printed, and the rest continues.
         """
+        if len({job.name for job in jobs}) < len(jobs):
+            raise ValueError(f"jobs need names of their own (got {sorted(job.name for job in jobs)})")
         begin = time.monotonic()
         for folder in (self.logs, self.marks):
             folder.mkdir(parents=True, exist_ok=True)

@@ -5,7 +5,7 @@
 --model is a Hugging Face folder of Qwen2.5-Coder-0.5B-Instruct, --data the DATA of the recipes' headers, whose commands prepare OUT/data_sets.
 A run that starts from another's model (CS336's GRPO from its fine-tuning, Classmate-CoT from that, attacks from the defence) waits for
 that of the first seed. Runs are OUT/NAME-SEED. What has ended is not run again: the same command goes on after --minutes. OUT/tables.md
-has a table of each pair of arms of which a seed has ended (eval.reports.real_runs).
+has a table of each pair of arms of which a seed has ended (eval.reports.real_runs). The arm classmate_smollm2 needs --classmate.
 """
 
 import argparse
@@ -15,14 +15,17 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jaxrl_llm import command_line
+from jaxrl_llm.distributed import xla_flags
 from jaxrl_llm.eval.reports import real_runs
 from jaxrl_llm.eval.reports.jobs import GIN, Cores, Job, Runner, run_job
+from jaxrl_llm.metrics import run_lock
 
 KS = (1, 4, 16, 64)  # of pass@k
+SMOLLM2 = "classmate_smollm2"  # the arm that reads a model of its own
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,7 @@ ARMS: dict[str, Sequence[Arm]] = {
     "classmate": (
         Arm("classmate_baseline", start="cs336_grpo"),
         Arm("classmate_selfplay", "classmate_baseline", start="cs336_grpo"),
-        Arm("classmate_smollm2", "classmate_baseline", start="cs336_grpo", once=True),
+        Arm(SMOLLM2, "classmate_baseline", start="cs336_grpo", once=True),
     ),
     "darling": (Arm("darling_baseline"), Arm("darling", "darling_baseline")),
     "countdown": (Arm("darling_countdown_baseline"), Arm("darling_countdown", "darling_countdown_baseline")),
@@ -114,13 +117,14 @@ def settings(gin: str) -> str:
     return "".join(settings(name) for name in re.findall(r"^include 'gin/real/(\w+)\.gin'", text, re.M)) + text
 
 
-def data_jobs(arms: Sequence[Arm], data: Path) -> dict[str, Job]:
+def data_jobs(arms: Sequence[Arm], data: Path, out: Path) -> dict[str, Job]:
     """Returns {command: the job that runs it} of all data that the arms read; equal commands are one job."""
     commands = dict.fromkeys(c for one in arms for c in preparations(one.gin or one.name))
     return {
         command: Job(
             name=f"data_{command.rsplit('/', 1)[1]}",
             commands=[[sys.executable, "-m", *(x.replace("DATA", str(data), 1) for x in shlex.split(command))]],
+            folder=out / "data_sets" / command.rsplit("/", 1)[1],
         )
         for command in commands
     }
@@ -129,25 +133,30 @@ def data_jobs(arms: Sequence[Arm], data: Path) -> dict[str, Job]:
 def jobs(
     arms: Sequence[Arm], seeds: Sequence[int], model: Path, data: Path, out: Path, more: Sequence[str]
 ) -> list[Job]:
-    """Returns every job; those for which others wait come first."""
-    prepared = data_jobs(arms, data)
+    """Returns every job; those for which others wait come first. An export is a job of its own: a run that has ended is not gone on with."""
+    prepared = data_jobs(arms, data, out)
     found = list(prepared.values())
     for one in arms:
         gin = one.gin or one.name
         macro = "START" if re.search("^START = ", settings(gin), re.M) else "PRETRAINED"
         first = f"{one.start}-{seeds[0]}"
         start = out / first / "model" if one.start else model
-        after = [prepared[c].name for c in preparations(gin)] + ([first] if one.start else [])
+        after = [prepared[c].name for c in preparations(gin)] + ([f"{first}-model"] if one.start else [])
         for seed in seeds[:1] if one.once else seeds:
+            folder = out / f"{one.name}-{seed}"
             lines = [f"SEED={seed}", f"{macro}={str(start)!r}", *one.bindings, *more]
-            found.append(run_job(f"real/{gin}", out / f"{one.name}-{seed}", lines, after, exported=one.exported))
+            found.append(run_job(f"real/{gin}", folder, lines, after))
+            if one.exported and seed == seeds[0]:
+                export = [sys.executable, "-m", "jaxrl_llm.tools.export", str(folder), "--out", str(folder / "model")]
+                name = f"{folder.name}-model"
+                found.append(Job(name=name, commands=[export], after=[folder.name], folder=folder / "model"))
     return found
 
 
 def chosen(systems: Sequence[str]) -> list[Arm]:
     """Returns the systems' arms, after those from which they start."""
-    found = [one for system in systems for one in ARMS[system]]
     every = {one.name: one for arms in ARMS.values() for one in arms}
+    found = [one for system in dict.fromkeys(systems) for one in ARMS[system]]
     while missing := [every[a.start] for a in found if a.start and a.start not in {b.name for b in found}]:
         found = [*dict.fromkeys(missing), *found]
     return sorted(found, key=lambda one: depth(one, every))
@@ -161,17 +170,26 @@ def depth(one: Arm, every: dict[str, Arm]) -> int:
 # -- what comes of it --------------------------------------------------------------------------------------------------
 
 
-def tables(out: Path, arms: Sequence[Arm], ended: Sequence[str]) -> str:
+def tables(out: Path) -> str:
     """Returns, in Markdown, a table of each arm against the one it is compared with, at the seeds of which both have ended."""
-    text = ""
-    for one in arms:
-        seeds = [name.rsplit("-", 1)[1] for name in ended if name.rsplit("-", 1)[0] == one.name]
+    ended, text = {mark.name for mark in (out / "ended").iterdir()}, ""
+    for one in (one for arms in ARMS.values() for one in arms):
+        seeds = sorted(name.rsplit("-", 1)[1] for name in ended if re.fullmatch(rf"{one.name}-\d+", name))
         both = [s for s in seeds if f"{one.against}-{s}" in ended]
         if both:
+            text += f"## {one.against} (A), {one.name} (B), seeds {', '.join(both)}\n\n"
             pair = [[out / f"{name}-{s}" for s in both] for name in (one.against, one.name)]
-            lines = list(real_runs.table(pair, real_runs.ENDS, KS))
-            text += f"## {one.against} (A), {one.name} (B), seeds {', '.join(both)}\n\n{real_runs.written(lines)}\n"
+            try:
+                text += real_runs.written(list(real_runs.table(pair, real_runs.ENDS, KS))) + "\n"
+            except (ValueError, OSError) as error:  # of one pair; the others have their tables
+                text += f"none: {error}\n\n"
     return text
+
+
+def seen(gpus: int) -> list[dict[str, str]]:
+    """Returns, for each slot, the variables by which its runs see one GPU, of those that this process sees."""
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
+    return [{"JAX_PLATFORMS": "cuda,cpu", "CUDA_VISIBLE_DEVICES": name} for name in names[:gpus]]
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -179,17 +197,20 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", type=Path, required=True, help="folder of Qwen2.5-Coder-0.5B-Instruct")
     parser.add_argument("--data", type=Path, required=True, help="folder that the recipes' headers call DATA")
     parser.add_argument("--out", type=Path, required=True, help="folder of the runs, their data and the tables")
-    parser.add_argument("--gpus", type=int, default=1, help="GPUs of this host, each for a run at a time (default: 1)")
+    parser.add_argument(
+        "--gpus", type=int, default=1, help="GPUs of this host, each for a run at a time (default: 1); 0 for its CPU"
+    )
     parser.add_argument("--only", nargs="+", default=list(ARMS), choices=list(ARMS), help="systems (default: all)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="seeds (default: 0)")
+    parser.add_argument("--classmate", type=Path, help="folder of SmolLM2-135M-Instruct (default: no such arm)")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop then; the same command goes on")
     parser.add_argument("--gin", action="append", default=[], metavar="BINDING", help="binding of every run")
     given = parser.parse_args(argv)
-    for name in ("model", "data"):
-        if not (folder := getattr(given, name)).is_dir():
+    for name in ("model", "data", "classmate"):
+        if (folder := getattr(given, name)) is not None and not folder.is_dir():
             parser.error(f"--{name} {folder} is no folder")
-    if given.gpus < 1:
-        parser.error(f"--gpus must be >= 1 (got {given.gpus})")
+    if not 0 <= given.gpus <= xla_flags.gpus():
+        parser.error(f"--gpus must be 0 to {xla_flags.gpus()}, the GPUs that JAX finds here (got {given.gpus})")
     return given
 
 
@@ -198,21 +219,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = arguments(argv)
     begin = time.monotonic()
     model, data, out = (path.absolute() for path in (given.model, given.data, given.out))
+    given_classmate = [] if given.classmate is None else [f"CLASSMATE={str(given.classmate.absolute())!r}"]
+    arms = [replace(one, bindings=given_classmate) if one.name == SMOLLM2 else one for one in chosen(given.only)]
+    arms = [one for one in arms if one.name != SMOLLM2 or given_classmate]
     out.mkdir(parents=True, exist_ok=True)
     os.chdir(out)  # recipes read data_sets/NAME below the folder that they are started in
-    arms, ended = chosen(given.only), list[str]()
-
-    def write(name: str) -> None:
-        ended.append(name)
-        (out / "tables.md").write_text(tables(out, arms, ended), encoding="utf-8")
-
+    slots = max(given.gpus, 1)
     runner = Runner(
         logs=out / "logs", marks=out / "ended", deadline=begin + 60 * given.minutes,
-        cores=Cores(given.gpus, max(1, (os.cpu_count() or 1) // given.gpus), gpus=True),
+        cores=Cores(slots, max(1, xla_flags.cores() // slots), seen(given.gpus) or None),
         environment={"JAX_COMPILATION_CACHE_DIR": str(out / "compiled")},
     )  # fmt: skip
-    missing = runner.run(jobs(arms, given.seeds, model, data, out, given.gin), write)
-    print(tables(out, arms, ended), end="")
+    write = lambda _: (out / "tables.md").write_text(tables(out), encoding="utf-8")  # noqa: E731
+    with run_lock.locked(out, "--out"):
+        missing = runner.run(jobs(arms, list(dict.fromkeys(given.seeds)), model, data, out, given.gin), write)
+    print(tables(out), end="")
     return 1 if missing else 0
 
 

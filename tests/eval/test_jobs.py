@@ -65,6 +65,19 @@ def test_at_the_deadline_what_runs_is_stopped_and_nothing_is_begun(tmp_path: Pat
     assert time.monotonic() - begin < 20 and not list((tmp_path / "ended").iterdir())
 
 
+def test_jobs_of_one_name_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="names of their own"):
+        runner(tmp_path).run([job("a", "pass"), job("a", "pass")], lambda _: None)
+
+
+def test_the_commands_of_a_slot_have_its_variables(tmp_path: Path) -> None:
+    made = [job(name, "import os; print('sees', os.environ['SEEN'])") for name in "ab"]
+    cores = Cores(2, 1, [{"SEEN": "left"}, {"SEEN": "right"}])
+    assert runner(tmp_path, cores=cores).run(made, lambda _: None) == []
+    said = [file.read_text().strip() for file in (tmp_path / "logs").iterdir()]
+    assert set(said) <= {"sees left", "sees right"} and len(said) == 2
+
+
 def test_the_most_urgent_job_gets_the_next_free_cores() -> None:
     cores, order, threads = Cores(1, 1), [], []
 

@@ -7,11 +7,27 @@ capabilities (as in a container that drops them all) and as `nobody`.
 
 import os
 import secrets
+import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from sandbox_attack import DISK_MB, MEMORY_MB, PROCESSES, SECRET, Attack, attack, printed, refused
+from sandbox_attack import (
+    DISK_MB,
+    MEMORY_MB,
+    NOBODY,
+    PROCESSES,
+    SECRET,
+    Attack,
+    NotOffered,
+    attack,
+    attacked,
+    printed,
+    refused,
+)  # fmt: skip
 
 __all__ = ["attack"]  # a fixture
 
@@ -29,6 +45,25 @@ HALF = MEMORY_MB // 2
 def test_memory_of_one_process_is_limited(attack: Attack) -> None:
     assert attack(f"x = bytearray({2 * MEMORY_MB} << 20)")[0] == "memory"
     assert printed(attack, f"x = bytearray({HALF} << 20)\nprint(len(x) >> 20)") == f"{HALF}\n"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root starts processes of another user")
+def test_others_of_a_shared_user_may_start_while_a_program_runs() -> None:
+    """The kernel's limit counts all of a user's processes, and the guard keeps the number of the run's own."""
+    program = "import os, time\ntime.sleep(2)\nfor _ in range(4):\n    if os.fork() == 0: os._exit(0)\nfor _ in range(4): os.wait()\nprint('forked')"
+    with ThreadPoolExecutor(1) as thread, ExitStack() as stack:
+        try:
+            attack = stack.enter_context(attacked(NOBODY, "landlock"))
+        except NotOffered as why:
+            pytest.skip(str(why))
+        outcome = thread.submit(printed, attack, program)
+        time.sleep(1)
+        others = [stack.enter_context(subprocess.Popen([*NOBODY, "sleep", "60"])) for _ in range(PROCESSES - 2)]
+        try:
+            assert outcome.result() == "forked\n"
+        finally:
+            for other in others:
+                other.kill()
 
 
 def test_memory_of_all_processes_counts_together(attack: Attack) -> None:
