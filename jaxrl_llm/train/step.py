@@ -188,7 +188,8 @@ class StageTrainer:
             read = batch.shuffled(config.packing, (self.learner.seed, step, epoch)) if epoch else batch
             read = read.without(config.packing, advantages.silent) if config.skip_silent else read
             minibatches = read.micro_batches(sequences, advantages, learner.algorithm.constant, self.partitioner)
-            compile_updates(learner, minibatches, self.bases)
+            if config.packing.tail:
+                compile_updates(learner, minibatches, self.bases)
             for minibatch in minibatches:
                 state, metrics = learner.update(state, minibatch, self.bases)
                 found.append(metrics)
@@ -226,9 +227,8 @@ class StageTrainer:
 
     def stats_of(self, learner: Learner, state: TrainState, batch: Batch, *, policy: bool = True) -> TokenStats:
         """Returns token stats as `learner` reads them; those of the policy and the critic only where `policy` is True."""
-        params = state.params if policy else None
-        reference, teacher = self.frozen.reference, self.frozen.teacher
-        return token_stats(learner, params, batch, self.bases, reference=reference, teacher=teacher)
+        params, frozen = state.params if policy else None, self.frozen
+        return token_stats(learner, params, batch, self.bases, reference=frozen.reference, teacher=frozen.teacher)
 
     @property
     def from_sampler(self) -> bool:

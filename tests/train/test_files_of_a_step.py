@@ -8,7 +8,7 @@ import tiny_run
 
 pytestmark = pytest.mark.slow
 
-MOST = 66  # files of the package that one step enters, its programs' tracing, its evaluation and its save included
+MOST = 67  # files of the package that one step enters, its programs' tracing, its evaluation and its save included
 
 PROGRAM = """
 import os, sys, threading

@@ -230,9 +230,10 @@ def test_a_gradient_that_is_not_finite_stops_the_run_after_a_while(tmp_path: Pat
 
 
 def test_a_full_disk_at_a_save_ends_with_what_to_do(tmp_path: Path) -> None:
-    """The shell's limit on the size of files stands for the full disk."""
+    """The shell's limit on the size of files stands for the full disk; each matrix of the MLP alone is twice as large."""
     run_dir = tmp_path / "run"
-    limited = ["bash", "-c", 'ulimit -f 60; exec "$@"', "limited", *tiny_run.command(run_dir)]
+    given = tiny_run.command(run_dir, **{"qwen3.Qwen3.mlp_width": 512})
+    limited = ["bash", "-c", 'ulimit -f 60; exec "$@"', "limited", *given]
     done = subprocess.run(
         limited, cwd=tiny_run.ROOT, env=tiny_run.environment(), capture_output=True, text=True, timeout=500
     )

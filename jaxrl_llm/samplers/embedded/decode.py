@@ -1,9 +1,10 @@
-"""The device programs of the embedded sampler: prefill of prompts, their copy into slots, and a chunk of decode steps.
+"""The device programs of the embedded sampler: prefill of prompts, their copy into slots, and a chunk of decode steps; and the wait for one.
 
 Small per-slot arrays live on the host and travel with each call; the cache and the table of seen tokens stay on the
 device and are donated from call to call. Shapes are fixed, so each program compiles once for each bucket.
 """
 
+import asyncio
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ from jaxrl_llm.samplers.embedded.choose import Choice, HostOrDevice, draw, noise
 from jaxrl_llm.samplers.embedded.shelf import of_rows
 
 NO_TOKEN = -1
+_TURNS = 16  # turns of the event loop in which an environment's answer becomes the next request; it takes four
 
 
 class Slots(NamedTuple):
@@ -242,6 +244,19 @@ def decode(
     chunk = chunk._replace(last=last, position=slots.position + chunk.drawn - slots.drawn)
     whole = jax.tree.map(lambda x: policy.partitioner.constrain(x, (None,) * x.ndim), chunk)
     return policy.constrained(cache), policy.partitioner.constrain(seen, ("batch", "vocabulary")), whole
+
+
+async def finished(chunk: Any) -> None:
+    """Waits for a chunk, such that several processes, which all run the engine, choose the next programs at the same point.
+
+    A thread would end at different times on each of them, and so would requests that follow an answer come at different times.
+    """
+    if jax.process_count() == 1:
+        await asyncio.to_thread(jax.block_until_ready, chunk)
+        return
+    jax.block_until_ready(chunk)
+    for _ in range(_TURNS):
+        await asyncio.sleep(0)
 
 
 @partial(jax.jit, static_argnames=("policy",))

@@ -19,12 +19,10 @@ import numpy as np
 from jaxrl_llm.experience import Completion, SamplingParams
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.protocols import Conversation, Params
-from jaxrl_llm.samplers.embedded.counters import Counters
-from jaxrl_llm.samplers.embedded.decode import Chunk
+from jaxrl_llm.samplers.embedded.decode import Chunk, finished
 from jaxrl_llm.samplers.embedded.room import announce, fitting, free_bytes, taken_bytes
 from jaxrl_llm.samplers.embedded.shelf import Shelf
-from jaxrl_llm.samplers.embedded.slots import Capacity, Prefix, SlotBatch, bytes_of
-from jaxrl_llm.samplers.embedded.waiting import finished
+from jaxrl_llm.samplers.embedded.slots import Capacity, Counters, Prefix, SlotBatch, bytes_of
 from jaxrl_llm.samplers.embedded.weights import Weights, deleted
 from jaxrl_llm.samplers.requests import Request, check
 

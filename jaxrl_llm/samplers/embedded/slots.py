@@ -78,6 +78,32 @@ class Capacity:
         )
 
 
+@dataclass(kw_only=True)
+class Counters:
+    """Tokens, slot-steps of decoding, and seconds of a sampler's work since the last call of its `metrics`."""
+
+    generated: int = 0
+    prefilled: int = 0
+    again: int = 0
+    kept: int = 0
+    evicted: int = 0
+    slot_steps: int = 0
+    seconds: float = 0.0
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the counters by name; occupancy is the share of slot-steps that gave a kept token."""
+        return {
+            "sampler/generated_tokens": float(self.generated),
+            "sampler/prefill_tokens": float(self.prefilled),
+            "sampler/prefill_again_tokens": float(self.again),
+            "sampler/kept_tokens": float(self.kept),
+            "sampler/evicted_tokens": float(self.evicted),
+            "sampler/tokens_per_s": self.generated / self.seconds if self.seconds else 0.0,
+            "sampler/occupancy": self.generated / self.slot_steps if self.slot_steps else 0.0,
+            "sampler/seconds": self.seconds,
+        }
+
+
 @dataclass(eq=False)
 class Recorded:
     """The experts of the tokens of a block's prompts, [N, T, L, k], copied from the device at the first use."""
