@@ -34,6 +34,16 @@ sys.dont_write_bytecode = True
 install_import_hook("jaxrl_llm", "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))")
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves the files of one slice, "1/4" being the second of four, where JAXRL_LLM_SLICE names one: a part of the tests for a short time."""
+    if asked := os.environ.get("JAXRL_LLM_SLICE"):
+        number, count = map(int, asked.split("/"))
+        files = sorted({item.path for item in items})[number::count]
+        left = [item for item in items if item.path not in files]
+        items[:] = [item for item in items if item.path in files]
+        config.hook.pytest_deselected(items=left)
+
+
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Writes down a failure at once, in the file that JAXRL_LLM_FAILED names: a limit of time may end the process before it tells."""
     if report.failed and (file := os.environ.get("JAXRL_LLM_FAILED")):
