@@ -119,15 +119,13 @@ def settings(gin: str) -> str:
 
 def data_jobs(arms: Sequence[Arm], data: Path, out: Path) -> dict[str, Job]:
     """Returns {command: the job that runs it} of all data that the arms read; equal commands are one job."""
-    commands = dict.fromkeys(c for one in arms for c in preparations(one.gin or one.name))
-    return {
-        command: Job(
-            name=f"data_{command.rsplit('/', 1)[1]}",
-            commands=[[sys.executable, "-m", *(x.replace("DATA", str(data), 1) for x in shlex.split(command))]],
-            folder=out / "data_sets" / command.rsplit("/", 1)[1],
-        )
-        for command in commands
-    }
+
+    def job(command: str) -> Job:
+        words = [f"{data}{word[4:]}" if word.startswith("DATA/") else word for word in shlex.split(command)]
+        name = command.rsplit("/", 1)[1]
+        return Job(name=f"data_{name}", commands=[[sys.executable, "-m", *words]], folder=out / "data_sets" / name)
+
+    return {command: job(command) for one in arms for command in preparations(one.gin or one.name)}
 
 
 def jobs(
