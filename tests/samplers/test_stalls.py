@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,6 +18,7 @@ pytestmark = pytest.mark.usefixtures("quick_heart")
 GENERATE = "/inference/v1/generate"
 LIMIT = 20  # tokens: what 4,096 are to a real response
 STOPS = (3, 7)
+MOST_TURNS = 20  # on a loaded machine a hang takes several turns to be seen
 
 
 def share_of_cut_answers(prefixes: Sequence[np.ndarray]) -> float:
@@ -60,17 +62,21 @@ def test_slow_and_hung_servers_leave_the_lengths_of_answers_as_they_are(start, f
             await client.publish({}, 0)
             await collect(client, asked[:9], 1, settings)
             freezing = asyncio.create_task(freeze_now_and_then(servers[2])) if "hangs" in faults else None
-            cut = []
-            for _ in range(2):
+            cut: list[bool] = []
+            found: Counter[str] = Counter()
+            for turn in range(MOST_TURNS):
                 groups = await collect(client, asked, 6, settings)
                 checked(asked, groups)
                 cut += [one.finish == "length" for group in groups.values() for one in group]
+                found.update(client.metrics())  # of this turn alone
+                hung = found["sampler/stalled"] >= 2 and found["sampler/aborted"] >= 20
+                if turn and (hung or freezing is None):
+                    break
             if freezing is not None:
                 freezing.cancel()
-            found = client.metrics()
             assert found["sampler/slow"] == 0
             if "hangs" in faults:
-                assert found["sampler/stalled"] >= 2 and found["sampler/aborted"] >= 20, "what hung went on elsewhere"
+                assert hung, "what hung went on elsewhere"
             else:
                 assert found["sampler/stalled"] == found["sampler/set_aside"] == 0, "a slow server is a healthy one"
         return cut
