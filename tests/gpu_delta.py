@@ -1,10 +1,11 @@
 """Checks and measures the gated delta rule on a GPU: against float64 token by token, then its time at the shape of a 2B hybrid.
 
-    PYTHONPATH=. python tests/gpu_delta.py [--only=check,time]
+    PYTHONPATH=. python tests/gpu_delta.py [--only=check,time,parts] [--how=columns=64,over=8 ...]
 
 prints a JSON line a row. `check` takes a row of 4096 tokens in five segments, 16 heads with states of 128 x 128, keys at random and keys
 that are nearly alike, and prints the relative norms of the errors of outputs, last state and gradients, and whether a second call gives the same
-bits. `time` takes 8 such rows, forward, and forward and backward. Exits 1 where a value is wrong or a call fails.
+bits. `time` takes 8 such rows, forward, and forward and backward; `parts` each kernel of the Triton backend. Each --how adds other sizes of
+its kernels, the warps of a kernel by its name. A row that fails says how, and the next one runs; exits 1 where a value is wrong or a call fails.
 """
 
 import argparse
@@ -19,13 +20,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm.kernels.delta_rule import api, xla
+from jaxrl_llm.kernels.delta_rule import api, definition, triton
 from jaxrl_llm.kernels.timing import timed
 
 HEADS, WIDTH, TOKENS, ROWS = 16, 128, 4096, 8
 ENDS = (700, 701, 1500, 3100, TOKENS)  # of segments: one of a single token, and boundaries within chunks
 LARGEST = 3e-5  # relative norm of an error; one product of TF32 has 5e-4
 NAMES = ("out", "last", "q", "k", "v", "g", "beta", "state")
+PRECISIONS = {
+    "tf32": jax.lax.DotAlgorithmPreset.TF32_TF32_F32,
+    "tf32x3": jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3,
+    "bf16x3": jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X3,
+    "bf16x6": jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X6,
+}
+Backends = dict[str, Callable[..., Any]]
 BAD: list[str] = []
 
 
@@ -84,12 +92,33 @@ def exact(tokens: Any, segments: Any, state: Any) -> Any:
     return jnp.moveaxis(out.reshape(-1, *out.shape[2:]), 0, 1), state
 
 
-def rule(tokens: Any, segments: Any, state: Any) -> Any:
-    return api.delta_rule(*tokens, segments, state)
+def how_of(text: str) -> triton.How:
+    """The sizes of "columns=64,over=8,precision=tf32"."""
+    items = dict(item.split("=") for item in text.split(",") if item)
+    whole = {n: int(items.pop(n)) for n in ("columns", "strip") if n in items}
+    exact = {n: PRECISIONS[items.pop(n)] for n in ("precision", "inverting") if n in items}
+    return triton.How(**whole, **exact, **{part: (int(warps), 1) for part, warps in items.items()})
 
 
-def check() -> None:
-    """Errors against float64."""
+def call_of(rows: int) -> api.Call:
+    sizes = {"key_heads": HEADS, "value_heads": HEADS, "key_width": WIDTH, "value_width": WIDTH}
+    return api.Call(platform="gpu", rows=rows, tokens=TOKENS, size=definition.CHUNK, **sizes)
+
+
+def backends(hows: list[str]) -> Backends:
+    """The rule by XLA, and by Triton with each of the sizes."""
+
+    def by_xla(tokens: Any, segments: Any, state: Any) -> Any:
+        return api.delta_rule(*tokens, segments, state, backend="xla")
+
+    def by_triton(how: triton.How) -> Callable[..., Any]:
+        return lambda tokens, segments, state: triton.rule(tokens, segments, state, call_of(len(segments)), how)
+
+    return {"xla": by_xla} | {f"triton {text}".strip(): by_triton(how_of(text)) for text in hows}
+
+
+def check(rules: Backends) -> None:
+    """Errors of each backend against float64."""
     for alike in (0.0, 0.9):
         values = arrays(1, alike)
         rng = np.random.default_rng(1)
@@ -99,7 +128,9 @@ def check() -> None:
             wide = jax.tree.map(lambda x: x.astype(jnp.float64) if x.dtype == jnp.float32 else x, given)
             want = [np.asarray(x) for x in results(exact)(*wide)]
 
-        def errors(given: Any = given, want: Any = want, alike: float = alike) -> dict[str, Any]:
+        def errors(
+            rule: Callable[..., Any], given: Any = given, want: Any = want, alike: float = alike
+        ) -> dict[str, Any]:
             run = results(rule)
             got, again = run(*given), run(*given)
             far = [float(np.linalg.norm(np.asarray(a, np.float64) - b) / np.linalg.norm(b)) for a, b in zip(got, want)]
@@ -108,7 +139,8 @@ def check() -> None:
                 raise ValueError(f"errors {dict(zip(NAMES, far))} of their norm, the same bits again: {same}")
             return {"alike": alike, "errors": {n: float(f"{x:.2g}") for n, x in zip(NAMES, far)}, "repeats": same}
 
-        attempt("check", errors)
+        for name, rule in rules.items():
+            attempt(f"check {name}", functools.partial(errors, rule))
 
 
 def measured(function: Callable[..., Any], *args: Any) -> dict[str, Any]:
@@ -125,21 +157,49 @@ def measured(function: Callable[..., Any], *args: Any) -> dict[str, Any]:
     }
 
 
-def times() -> None:
+def times(rules: Backends) -> None:
     """Milliseconds of a layer's rule."""
     tokens, segments, state = arrays(ROWS, 0.0)
-    attempt("time, forward", lambda: measured(rule, tokens, segments, state))
-    attempt("time, both", lambda: measured(results(rule), tokens, segments, state, (tokens[2], state)))
+    for name, rule in rules.items():
+        attempt(f"time {name}, forward", functools.partial(measured, rule, tokens, segments, state))
+        both = (tokens, segments, state, (tokens[2], state))
+        attempt(f"time {name}, both", functools.partial(measured, results(rule), *both))
+
+
+def parts(text: str) -> None:
+    """Milliseconds of each kernel of the Triton backend."""
+    how, call, (tokens, segments, state) = how_of(text), call_of(ROWS), arrays(ROWS, 0.0)
+    places, given = (segments, definition.owners(segments, definition.CHUNK)), (call, how)
+    calls: dict[str, Callable[..., Any]] = {"local": functools.partial(triton.local, *given)}
+    found = jax.jit(calls["local"])(tokens, places)
+    *run, _ = jax.jit(functools.partial(triton.states, *given))(tokens[1], found, state)
+    *of_run, _ = jax.jit(functools.partial(triton.slopes, *given))(tokens, found, (tokens[2], state))
+    every = (*run, *of_run, tokens[2])
+    sides = jax.jit(functools.partial(triton.sides, *given))(tokens, found, every)
+    for name, *arguments in (
+        ("local", tokens, places), ("states", tokens[1], found, state), ("outputs", tokens[0], found, run),
+        ("slopes", tokens, found, (tokens[2], state)), ("sides", tokens, found, every),
+        ("gradients", tokens, places, sides, every),
+    ):  # fmt: skip
+        kernel = functools.partial(getattr(triton, name), *given)
+        attempt(f"{name}, {text}", functools.partial(measured, kernel, *arguments))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="check,time", help="check, time or both")
+    parser.add_argument("--only", default="check,time,parts", help="some of check, time and parts")
+    parser.add_argument("--how", action="append", default=[""], help="other sizes of the Triton kernels too")
     options = parser.parse_args()
     device = jax.devices()[0]
-    say(name="device", kind=device.device_kind, jax=jax.__version__, precision=str(xla.PRECISION))
-    for part in options.only.split(","):
-        {"check": check, "time": times}[part]()
+    say(name="device", kind=device.device_kind, jax=jax.__version__)
+    rules = backends(options.how)
+    if "check" in options.only:
+        check(rules)
+    if "time" in options.only:
+        times(rules)
+    if "parts" in options.only:
+        for text in options.how:
+            attempt(f"parts {text}", lambda text=text: parts(text) or {})
     return int(bool(BAD))
 
 

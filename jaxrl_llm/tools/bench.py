@@ -33,6 +33,7 @@ from jaxrl_llm.experience import Group, Prompt, SamplingParams
 from jaxrl_llm.kernels import dispatch
 from jaxrl_llm.kernels.attention import api as attention
 from jaxrl_llm.kernels.decode_attention import api as decode_attention
+from jaxrl_llm.kernels.delta_rule import api as delta_rule
 from jaxrl_llm.kernels.token_stats import api as token_stats
 from jaxrl_llm.learner.batch import bare, to_device
 from jaxrl_llm.metrics import flops, profiling, run_folder
@@ -233,7 +234,7 @@ def prefer(case: Case) -> None:
     Raises:
       ValueError: there is no such backend.
     """
-    for api in (attention, token_stats, decode_attention):
+    for api in (attention, token_stats, decode_attention, delta_rule):
         name = case.flags[api.__name__.split(".")[-2]]
         if name != "auto":
             if name not in api.BACKENDS:

@@ -14,6 +14,7 @@ from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner
 from jaxrl_llm.experience import Group, Prompt, Rollout, Scores
 from jaxrl_llm.kernels.attention import api as attention
 from jaxrl_llm.kernels.decode_attention import api as decode_attention
+from jaxrl_llm.kernels.delta_rule import api as delta_rule
 from jaxrl_llm.kernels.token_stats import api as token_stats
 from jaxrl_llm.learner.batch import Batch
 from jaxrl_llm.learner.learner import Learner
@@ -44,6 +45,7 @@ SWEPT: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "attention": (str, "auto", f"auto or one of {', '.join(attention.BACKENDS)}: tried first"),
     "token_stats": (str, "auto", f"auto or one of {', '.join(token_stats.BACKENDS)}: tried first"),
     "decode_attention": (str, "auto", f"auto or one of {', '.join(decode_attention.BACKENDS)}: tried first"),
+    "delta_rule": (str, "auto", f"auto or one of {', '.join(delta_rule.BACKENDS)}: tried first"),
     "bitwise": (int, "0", "1 gives each token the same log-prob in sampler and learner, bit for bit"),
     "devices": (int, "0", "devices used; 0 takes all"),
     "data": (int, "1", "devices of the data axis"),

@@ -50,27 +50,46 @@ def owners(segments: Int[Array, "B T"], size: int) -> Int[Array, "B chunks"]:
 
 
 def links(
-    qk: tuple[Float[Array, "c dk"], Float[Array, "c dk"]],
+    asked: Float[Array, "c c"],
+    alike: Float[Array, "c c"],
     g: Float[Array, " c"],
     beta: Float[Array, " c"],
     segments: Int[Array, " c"],
     owner: Int[Array, ""],
     precision: Any,
 ) -> Links:
-    """Computes the parts of a chunk that need no state; `owner` is the segment to which the state before it belongs."""
-    (q, k), size = qk, len(g)
+    """Computes the parts of a chunk that need no state.
+
+    Args:
+      asked: <q_i, k_j>.
+      alike: <k_i, k_j>.
+      g: logarithms of the decays.
+      beta: strengths of the updates.
+      segments: segments of the tokens.
+      owner: the segment to which the state before the chunk belongs.
+      precision: of products.
+    """
+    size = len(g)
+    row, column = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
+    decay, seen = decays(g, segments, owner, precision)
+    left = jnp.sum(jnp.where(row == size - 1, decay, 0.0), axis=0)
+    kept = jnp.sum(jnp.where(lax.iota(jnp.int32, size) == size - 1, seen, 0.0))
+    near = jnp.where(row > column, beta[:, None] * decay * alike, 0.0)
+    return Links(seen, left, kept, near, decay * asked)
+
+
+def decays(
+    g: Float[Array, " c"], segments: Int[Array, " c"], owner: Int[Array, ""], precision: Any
+) -> tuple[Float[Array, "c c"], Float[Array, " c"]]:
+    """Computes D, and exp(G_i) where token i is of the owner's segment, else 0."""
+    size = len(g)
     row, column = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
     # Each g_{j+1} + ... + g_i is summed for itself, since differences of long sums lose digits.
     later = jnp.where(row > column, g[:, None], 0.0)
     sums = dot(jnp.where(row >= column, 1.0, 0.0), later, precision)
     together = (segments[:, None] == segments[None, :]) & (row >= column)
-    decay = jnp.exp(jnp.where(together, sums, -jnp.inf))
     whole = jnp.sum(jnp.where(row >= column, g[None, :], 0.0), axis=1)
-    seen = jnp.exp(jnp.where(segments == owner, whole, -jnp.inf))
-    left = jnp.sum(jnp.where(row == size - 1, decay, 0.0), axis=0)
-    kept = jnp.sum(jnp.where(lax.iota(jnp.int32, size) == size - 1, seen, 0.0))
-    near = jnp.where(row > column, beta[:, None] * decay * dot(k, k, precision, (1, 1)), 0.0)
-    return Links(seen, left, kept, near, decay * dot(q, k, precision, (1, 1)))
+    return jnp.exp(jnp.where(together, sums, -jnp.inf)), jnp.exp(jnp.where(segments == owner, whole, -jnp.inf))
 
 
 def inverse(links: Float[Array, "c c"], precision: Any) -> Float[Array, "c c"]:

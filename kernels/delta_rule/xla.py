@@ -62,7 +62,7 @@ def _local(
     q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array, segments: jax.Array, owner: jax.Array
 ) -> tuple[definition.Links, tuple[jax.Array, ...]]:
     """Computes a chunk's parts without a state: its links, W, V, and the keys with their weights in the state after the chunk."""
-    found = definition.links((q, k), g, beta, segments, owner, PRECISION)
+    found = definition.links(dot(q, k, axes=(1, 1)), dot(k, k, axes=(1, 1)), g, beta, segments, owner, PRECISION)
     inverted = jax.lax.stop_gradient(definition.inverse(found.links, PRECISION))
     sides = ((beta * found.seen)[:, None] * k, beta[:, None] * v)
     changes = (definition.solved(found.links, inverted, side, PRECISION) for side in sides)

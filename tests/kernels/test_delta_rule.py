@@ -1,5 +1,6 @@
 """The gated delta rule in chunks equals its recurrence in float64: outputs, state and gradients, alone and in packed rows."""
 
+import re
 from functools import partial
 
 import jax
@@ -8,7 +9,9 @@ import numpy as np
 import pytest
 from builders import slow_but
 
-from jaxrl_llm.kernels.delta_rule.api import delta_rule
+from jaxrl_llm.kernels import dispatch
+from jaxrl_llm.kernels.delta_rule import triton
+from jaxrl_llm.kernels.delta_rule.api import Call, delta_rule
 from jaxrl_llm.kernels.delta_rule.definition import inverse
 from jaxrl_llm.kernels.delta_rule.reference import step
 from jaxrl_llm.models.gated_delta import continued
@@ -81,9 +84,18 @@ def in_float32(*values):
     return tuple(jnp.asarray(x, jnp.float32) for x in values)
 
 
-@pytest.fixture
-def backend():
-    return "xla"
+FLOAT32 = jax.lax.Precision.HIGHEST
+INTERPRETED = triton.How(columns=4, strip=4, inverting=FLOAT32, precision=FLOAT32, interpret=True)
+
+
+@pytest.fixture(params=["xla", "triton"])
+def backend(request, monkeypatch):
+    """Each backend by name; the kernels of `triton` interpreted, in two blocks of the values' columns and in strips."""
+    if request.param == "triton":
+        monkeypatch.setattr(triton, "refusal", lambda call: None)
+        monkeypatch.setattr(triton, "RUNS_ON", ("cpu", ""))
+        monkeypatch.setattr(triton, "HOW", INTERPRETED)
+    return request.param
 
 
 @pytest.mark.parametrize("size", slow_but((64,), (16, 32, 64)))
@@ -92,8 +104,9 @@ def test_chunks_equal_the_recurrence_in_float64_with_all_six_gradients(size, len
     the_rule_equals_the_recurrence("xla", size, length)
 
 
-def test_the_reference_equals_the_recurrence_in_float64_with_all_six_gradients():
-    the_rule_equals_the_recurrence("reference", 16, 5)
+@pytest.mark.parametrize(("backend", "length"), [("triton", 40), ("reference", 5)], indirect=["backend"])
+def test_the_other_backends_equal_the_recurrence_in_float64_with_all_six_gradients(backend, length):
+    the_rule_equals_the_recurrence(backend, 16, length)
 
 
 def the_rule_equals_the_recurrence(backend, size, length):
@@ -124,7 +137,7 @@ def test_the_recurrent_form_takes_one_token_as_the_recurrence_does():
     assert_close(held, last, "state")
 
 
-def test_gates_at_their_ends_stay_finite_and_right():
+def test_gates_at_their_ends_stay_finite_and_right(backend):
     """Decays of e^-40 among others near 1, and updates that are left out or whole."""
     q, k, v, g, beta, state = inputs(150)
     rng = np.random.default_rng(2)
@@ -134,7 +147,7 @@ def test_gates_at_their_ends_stay_finite_and_right():
     out, last = recurrence(*values)
 
     def objective(*x):
-        found = delta_rule(*x[:5], segments, x[5])
+        found = delta_rule(*x[:5], segments, x[5], size=16, backend=backend)
         return jnp.sum(found[0]) + jnp.sum(found[1]), found
 
     (_, found), slopes = jax.jit(jax.value_and_grad(objective, argnums=range(6), has_aux=True))(*in_float32(*values))
@@ -213,5 +226,21 @@ def test_what_does_not_fit_is_refused_with_what_would():
         delta_rule(q, k, v, g, beta, one, state, size=24)
     with pytest.raises(ValueError, match="4 value heads cannot share 3 key heads"):
         delta_rule(q[:, :, [0, 1, 1]], k[:, :, [0, 1, 1]], v, g, beta, one, state)
-    with pytest.raises(ValueError, match=r"use one of .'xla', 'reference'"):
+    with pytest.raises(ValueError, match="NVIDIA GPUs"):
         delta_rule(q, k, v, g, beta, one, state, backend="triton")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, None),
+        ({"key_width": 96}, "128 wide .got 96, 128"),
+        ({"size": 128}, "16, 32 or 64 tokens .got 128"),
+        ({"rows": 4096}, "below 2..31 numbers .got 68719476736"),
+    ],
+)
+def test_the_kernels_say_what_they_do_not_take(change, reason, monkeypatch):
+    monkeypatch.setattr(dispatch, "capability", lambda: (9, 0))
+    sizes = {"tokens": 4096, "size": 64, "key_heads": 16, "value_heads": 16, "key_width": 128, "value_width": 128}
+    found = triton.refusal(Call(**({"platform": "gpu", "rows": 8} | sizes | change)))
+    assert found is None if reason is None else re.search(reason, found)
