@@ -89,7 +89,8 @@ def plan_of_experts(experts: Int[Array, " R"], count: int, block: int) -> Plan:
     key = jnp.where((experts >= 0) & (experts < count), experts, count).astype(jnp.int32)
     order = jnp.argsort(key, stable=True).astype(jnp.int32)
     expert = key[order]
-    starts = jnp.searchsorted(expert, jnp.arange(count + 1), method="scan_unrolled").astype(jnp.int32)
+    # Counts by comparisons are one kernel each, where searches and running sums are several.
+    starts = jnp.sum(key < jnp.arange(count + 1)[:, None], axis=1, dtype=jnp.int32)
     plan = _plan(starts, expert, block)
     slot = jnp.zeros_like(order).at[order].set(plan.slot, unique_indices=True)
     return plan._replace(row=_take(order, plan.row, len(order)), slot=slot)
@@ -101,8 +102,10 @@ def _plan(starts: jax.Array, expert: jax.Array, block: int) -> Plan:
     most = most_blocks(rows, count, block)
     sizes = jnp.diff(starts)
     needed = -(-sizes // block)
-    first = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(needed).astype(jnp.int32)])
-    of_block = jnp.repeat(jnp.arange(count, dtype=jnp.int32), needed, total_repeat_length=most)
+    earlier = jnp.arange(count) < jnp.arange(count + 1)[:, None]
+    first = jnp.sum(jnp.where(earlier, needed, 0), axis=1, dtype=jnp.int32)
+    of_block = jnp.sum(first[1:] <= jnp.arange(most)[:, None], axis=1, dtype=jnp.int32)
+    of_block = jnp.minimum(of_block, count - 1)
     # From the buffer to the rows.
     place = jnp.arange(most * block, dtype=jnp.int32)
     owner = jnp.repeat(of_block, block)

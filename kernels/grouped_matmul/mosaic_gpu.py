@@ -100,13 +100,16 @@ class Tiles:
         return narrow if rows % self.block == 0 else replace(narrow, cluster=1)
 
 
-# The default tiles: clusters share weights where an expert has the rows of several blocks.
-MANY, FEW = Tiles(), Tiles(cluster=1)
+# The default tiles: clusters share weights where an expert has the rows of several blocks. Where most have less than one, as in decoding,
+# a block has half as many rows and its time is that of reading weights.
+MANY, FEW, LEAST = Tiles(), Tiles(cluster=1), Tiles(cluster=1, warpgroups=1, stages=5)
 
 
 def tiles_of(call: Call) -> Tiles:
     """Returns the tiles for the call's number of rows per expert."""
-    return MANY if call.rows >= 2 * MANY.block * call.experts else FEW
+    if call.rows >= 2 * MANY.block * call.experts:
+        return MANY
+    return FEW if call.rows >= LEAST.block * call.experts else LEAST
 
 
 def refusal(call: Call) -> str | None:

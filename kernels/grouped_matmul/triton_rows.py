@@ -26,8 +26,9 @@ def spread(x: Float[Array, "n D"], plan: Plan, *, interpret: bool = False) -> Fl
     rows, width = x.shape
     blocks = len(plan.blocks.expert)
     size = len(plan.row) // blocks
-    filled = (plan.row.reshape(blocks, size) < len(plan.slot)).sum(axis=1, dtype=jnp.int32)
-    filled = jnp.where(jnp.arange(blocks) < plan.blocks.used, filled, size)
+    number, expert = jnp.arange(blocks), plan.blocks.expert
+    left = plan.blocks.sizes[expert] - (number - plan.blocks.first[expert]) * size
+    filled = jnp.where(number < plan.blocks.used, jnp.minimum(left, size), size)
     body = functools.partial(_row, rows=rows, size=size, columns=min(width & -width, MOST))
     run = pl.pallas_call(
         body,

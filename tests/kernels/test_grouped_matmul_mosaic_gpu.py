@@ -38,12 +38,12 @@ def close(got, want):
     assert (np.abs(wide(got) - want) <= 2 * ulp).all()
 
 
-@pytest.mark.parametrize("cluster", [1, 2] if NEW_INTERPRETER else [1])
+@pytest.mark.parametrize(("cluster", "warpgroups"), [(1, 2), (1, 1), (2, 2)] if NEW_INTERPRETER else [(1, 2), (1, 1)])
 @pytest.mark.parametrize("sizes", [[130, 0, 1], pytest.param([0, 0, 90], marks=pytest.mark.slow), [0, 0, 0]])
-def test_products_and_gradients_are_right_in_the_interpreter(sizes, cluster, monkeypatch):
+def test_products_and_gradients_are_right_in_the_interpreter(sizes, cluster, warpgroups, monkeypatch):
     # The interpreter of jax 0.10 knows neither clusters that share a tile nor transposed operands: products alone.
-    tiles = Tiles(columns=128, stages=2, cluster=cluster, multiprocessors=2 * cluster)
-    monkeypatch.setattr(mosaic_gpu, "FEW", tiles)
+    tiles = Tiles(columns=128, stages=2, cluster=cluster, warpgroups=warpgroups, multiprocessors=2 * cluster)
+    monkeypatch.setattr(mosaic_gpu, "tiles_of", lambda call: tiles)
     rng, rows = np.random.default_rng(0), 140
     x, dy = (jnp.asarray(rng.normal(size=(rows, n)), jnp.bfloat16) for n in (128, 256))
     w = jnp.asarray(rng.normal(size=(3, 128, 256)), jnp.bfloat16)
@@ -79,10 +79,10 @@ def test_rows_are_spread_as_a_gather_gives_them(width):
 
 
 @pytest.mark.skipif(not NEW_INTERPRETER, reason="the interpreter of jax 0.10 knows no transposed operands")
-@pytest.mark.parametrize("cluster", [1, 2])
-def test_the_experts_mlp_is_right_in_the_interpreter(cluster, monkeypatch):
-    tiles = Tiles(columns=128, stages=2, cluster=cluster, multiprocessors=2 * cluster)
-    monkeypatch.setattr(mosaic_gpu, "FEW", tiles)
+@pytest.mark.parametrize(("cluster", "warpgroups"), [(1, 2), (1, 1), (2, 2)])
+def test_the_experts_mlp_is_right_in_the_interpreter(cluster, warpgroups, monkeypatch):
+    tiles = Tiles(columns=128, stages=2, cluster=cluster, warpgroups=warpgroups, multiprocessors=2 * cluster)
+    monkeypatch.setattr(mosaic_gpu, "tiles_of", lambda call: tiles)
     rng, (tokens, chosen, experts, width, inner) = np.random.default_rng(1), (40, 2, 3, 128, 128)
     ids = np.stack([rng.choice(experts, chosen, replace=False) for _ in range(tokens)]).astype(np.int32)
     weights = rng.uniform(0.1, 1, size=(tokens, chosen)).astype(np.float32)
@@ -102,9 +102,9 @@ def test_the_experts_mlp_is_right_in_the_interpreter(cluster, monkeypatch):
         assert np.linalg.norm(wide(found) - want) < 6e-3 * np.linalg.norm(want)
 
 
-@pytest.mark.parametrize("rows", [8192, 262144])
+@pytest.mark.parametrize("rows", [2048, 8192, 262144])
 def test_both_passes_of_the_experts_mlp_lower_for_cuda(rows, monkeypatch):
-    for name in ("MANY", "FEW"):
+    for name in ("MANY", "FEW", "LEAST"):
         monkeypatch.setattr(mosaic_gpu, name, replace(getattr(mosaic_gpu, name), multiprocessors=132))
     tokens, chosen, experts, width, inner = rows // 8, 8, 128, 2048, 768
     x = jax.ShapeDtypeStruct((tokens, width), jnp.bfloat16)
