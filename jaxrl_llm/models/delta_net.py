@@ -9,6 +9,7 @@ its strengths and rates. Convolution, norms, gates and the rule are float32. Pad
 """
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -17,14 +18,19 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxrl_llm.distributed.mesh import Partitioner
+from jaxrl_llm.distributed.mesh import Partitioner, names
 from jaxrl_llm.kernels.delta_rule.api import State, delta_rule
-from jaxrl_llm.kernels.delta_rule.reference import step
+from jaxrl_llm.kernels.delta_step.api import Tokens, delta_step
 from jaxrl_llm.models import gated_delta
 from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.layers import QUERY, RMSNorm, named, parameter
 from jaxrl_llm.models.linear import linear
 
+# The logical axes of what all layers hold, in the order of Held.
+STATE_AXES: dict[str, tuple[str | None, ...]] = {
+    "state": ("layers", "batch", "heads", None, None),
+    "conv": ("layers", "batch", None, None),
+}
 _SMALL = 1e-6  # added to a squared length before its root
 
 
@@ -75,22 +81,51 @@ class GatedDeltaNet(nnx.Module):
           valid: True for tokens that are no padding; they come first where the returned state is used further.
           held: the state kept of earlier tokens, or None where there are none.
         """
-        size, f32 = self.sizes, jnp.float32
-        mixed, gate, strength, rate = self._projected(x)
+        mixed, gate, *rates = self._projected(x)
         mixed = jnp.where(valid[..., None], mixed, 0)
         held = self.empty(x.shape[0], mixed.dtype) if held is None else held
-        beta = jnp.where(valid[..., None], jax.nn.sigmoid(strength.astype(f32)), 0.0)
-        decay = -jnp.exp(self.log_decay[...]) * jax.nn.softplus(rate.astype(f32) + self.rate_bias[...])
-        g = jnp.where(valid[..., None], decay, 0.0)
+        tokens = self._tokens(mixed, rates, segments, valid, held.conv)
+        out, state = self._rule(*tokens, segments, held.state)
+        conv = gated_delta.last_inputs(mixed, valid, held.conv).astype(held.conv.dtype)
+        return self._output(out, gate, x.dtype), Held(state, conv)
+
+    def decode(self, x: Float[Array, "S 1 D"], held: Held, layer: Int[Array, ""]) -> tuple[Float[Array, "S 1 D"], Held]:
+        """Returns the outputs of one token per slot, and what is kept after it; `held` is of all layers that hold a state, [L, S, ...], and
+        those of `layer` are read and written."""
+        mixed, gate, *rates = self._projected(x)
+        ones = jnp.ones(x.shape[:2], jnp.int32)
+        before = jax.lax.dynamic_index_in_dim(held.conv, layer, keepdims=False)
+        tokens = self._tokens(mixed, rates, ones, ones > 0, before)
+        q, k, v, g, beta = (part[:, 0] for part in tokens)
+        out, states = self._step(q, k, v, g, beta, held.state, layer)
+        # Computed before it is written: together with what it is read from, XLA would copy the inputs of all layers.
+        conv = jax.lax.optimization_barrier(jnp.concatenate([before[:, 1:], mixed.astype(before.dtype)], axis=1))
+        return self._output(out[:, None], gate, x.dtype), Held(states, held.conv.at[layer].set(conv))
+
+    def _tokens(
+        self,
+        mixed: Float[Array, "B T channels"],
+        rates: Sequence[Float[Array, "B T Hv"]],
+        segments: Int[Array, "B T"],
+        valid: Bool[Array, "B T"],
+        before: Float[Array, "B reach channels"],
+    ) -> Tokens:
+        """Returns q, k, v, g and beta."""
+        size, (strength, rate) = self.sizes, (x.astype(jnp.float32) for x in rates)
+        beta = jnp.where(valid[..., None], jax.nn.sigmoid(strength), 0.0)
+        decay = -jnp.exp(self.log_decay[...]) * jax.nn.softplus(rate + self.rate_bias[...])
         key = size.key_heads * size.key_width
-        flat = jax.nn.silu(gated_delta.convolved(mixed, self.taps[...][:, 0], segments, held.conv))
-        heads = (*x.shape[:2], -1)
+        flat = jax.nn.silu(gated_delta.convolved(mixed, self.taps[...][:, 0], segments, before))
+        heads = (*mixed.shape[:2], -1)
         q, k = (_unit(part.reshape(*heads, size.key_width)) for part in (flat[..., :key], flat[..., key : 2 * key]))
         v = flat[..., 2 * key :].reshape(*heads, size.value_width)
-        out, state = self._rule(q * size.key_width**-0.5, k, v, g, beta, segments, held.state)
-        conv = gated_delta.last_inputs(mixed, valid, held.conv).astype(held.conv.dtype)
-        y = (self.norm(out) * jax.nn.silu(gate.astype(f32))).astype(x.dtype)
-        return linear(y, self.output[...], 2), Held(state, conv)
+        return q * size.key_width**-0.5, k, v, jnp.where(valid[..., None], decay, 0.0), beta
+
+    def _output(
+        self, out: Float[Array, "B T Hv dv"], gate: Float[Array, "B T Hv dv"], dtype: jnp.dtype
+    ) -> Float[Array, "B T D"]:
+        y = (self.norm(out) * jax.nn.silu(gate.astype(jnp.float32))).astype(dtype)
+        return linear(y, self.output[...], 2)
 
     def empty(self, rows: int, dtype: jnp.dtype) -> Held:
         """Returns the state before any token."""
@@ -125,9 +160,6 @@ class GatedDeltaNet(nnx.Module):
         state: State,
     ) -> tuple[Float[Array, "B T Hv dv"], State]:
         """Applies the rule on the mesh: rows are split over the batch axes, and heads, in exchange for tokens, over `tensor` and `context`."""
-        if q.shape[1] == 1:
-            out, state = step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], state)
-            return out[:, None], state
         partitioner, heads = self.partitioner, self.sizes.value_heads
         if partitioner.mesh.size == 1:
             return delta_rule(q, k, v, g, beta, segments, state)
@@ -148,6 +180,33 @@ class GatedDeltaNet(nnx.Module):
             out_specs=(tokens, kept),
             check_vma=False,  # a scan's carry is typed by its start, which may vary over fewer axes
         )(q, k, v, g, beta, segments, state)
+
+    def _step(
+        self,
+        q: Float[Array, "S Hk dk"],
+        k: Float[Array, "S Hk dk"],
+        v: Float[Array, "S Hv dv"],
+        g: Float[Array, "S Hv"],
+        beta: Float[Array, "S Hv"],
+        states: Float[Array, "L S Hv dk dv"],
+        layer: Int[Array, ""],
+    ) -> tuple[Float[Array, "S Hv dv"], Float[Array, "L S Hv dk dv"]]:
+        """Applies one token of the rule on the mesh; each device has its own slots and heads."""
+        partitioner = self.partitioner
+        if partitioner.mesh.size == 1:
+            return delta_step(q, k, v, g, beta, states, layer)
+        kept = partitioner.spec(STATE_AXES["state"], states.shape)
+        ways = math.prod(partitioner.axis_sizes[axis] for axis in names(kept[2]))
+        if self.sizes.key_heads % ways:
+            q, k = (jnp.repeat(x, self.sizes.value_heads // self.sizes.key_heads, axis=1) for x in (q, k))
+        tokens, numbers = PartitionSpec(kept[1], kept[2], None), PartitionSpec(kept[1], kept[2])
+        return jax.shard_map(
+            delta_step,
+            mesh=partitioner.mesh,
+            in_specs=(tokens, tokens, tokens, numbers, numbers, kept, PartitionSpec()),
+            out_specs=(tokens, kept),
+            check_vma=False,  # kernels' outputs carry no varying-axes types
+        )(q, k, v, g, beta, states, layer)
 
 
 def _unit(x: Float[Array, "... d"]) -> Float[Array, "... d"]:

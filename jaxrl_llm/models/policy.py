@@ -21,6 +21,7 @@ from jaxrl_llm.kernels.ordered import arithmetic
 from jaxrl_llm.models import layers as remats
 from jaxrl_llm.models.architecture import Architecture, Capture, stack_of
 from jaxrl_llm.models.attention import Places
+from jaxrl_llm.models.delta_net import STATE_AXES
 from jaxrl_llm.models.experts import Report, check_division
 from jaxrl_llm.models.linear import Adapted, Quantized, Rounding, Spread, Stored
 from jaxrl_llm.models.transformer import Apart, Cache, Running, States, Transformer
@@ -36,11 +37,6 @@ DIVIDING = {
     "tensor": "makes products sums of the devices' parts",
     "context": "exchanges the tokens of a row for heads, which is no part of the ordered programs",
     "expert": "is for experts, which are chosen and summed in an order that goes by the batch",
-}
-# The logical axes of the parts of a cache that hold a recurrent state; those of keys and values are the target's.
-STATE_AXES: dict[str, Axes] = {
-    "state": ("layers", "batch", "heads", None, None),
-    "conv": ("layers", "batch", None, None),
 }
 
 

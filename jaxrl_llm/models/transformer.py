@@ -252,9 +252,13 @@ class Transformer(nnx.Module):
                 if not isinstance(mixer, GatedDeltaNet):
                     out, entries = attended(mixer, x, rotation, attend)
                     return out, {**cache, **entries}
+                held = Held(*(cache[n] for n in Held._fields))
+                if tokens.shape[1] == 1 and counts is None:
+                    out, held = mixer.decode(x, held, index)
+                    return out, {**cache, **held._asdict()}
                 taken = tokens.shape[1] if counts is None else counts[:, None]
                 valid = jnp.broadcast_to(jnp.arange(tokens.shape[1]) < taken, tokens.shape)
-                held = Held(*(jax.lax.dynamic_index_in_dim(cache[n], index, keepdims=False) for n in Held._fields))
+                held = Held(*(jax.lax.dynamic_index_in_dim(x, index, keepdims=False) for x in held))
                 out, held = mixer(x, jnp.ones_like(positions), valid, held)
                 return out, {**cache, **{n: cache[n].at[index].set(part) for n, part in held._asdict().items()}}
 

@@ -1,35 +1,16 @@
-"""The gated delta rule token by token, as the specification and for decoding.
-
-S' = exp(g_t) S_{t-1}     d_t = beta_t (v_t - S'^T k_t)     S_t = S' + k_t d_t^T     o_t = S_t^T q_t
-"""
+"""The gated delta rule token by token, as the specification."""
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.kernels.delta_rule.api import Call, State
+from jaxrl_llm.kernels.delta_step.reference import step
 
 
 def refusal(call: Call) -> str | None:
     """Returns the reason why this backend cannot take the call, or None."""
     return None
-
-
-def step(
-    q: Float[Array, "B Hk dk"],
-    k: Float[Array, "B Hk dk"],
-    v: Float[Array, "B Hv dv"],
-    g: Float[Array, "B Hv"],
-    beta: Float[Array, "B Hv"],
-    state: State,
-) -> tuple[Float[Array, "B Hv dv"], State]:
-    """Computes the output of one token per row, and the state after it."""
-    times = v.shape[1] // k.shape[1]
-    q, k = (jnp.repeat(x.astype(jnp.float32), times, axis=1) for x in (q, k))
-    decayed = jnp.exp(g)[..., None, None] * state
-    change = beta[..., None] * (v.astype(jnp.float32) - jnp.sum(decayed * k[..., None], axis=-2))
-    state = decayed + k[..., None] * change[..., None, :]
-    return jnp.sum(state * q[..., None], axis=-2), state
 
 
 def rule(
