@@ -4,7 +4,9 @@ Forward, `_local`, a program a chunk, row and head, computes what needs no state
 V = (I + A)^-1 [beta_i v_i]. `_states`, a program a row, head and block of the values' columns, which are independent given those, goes
 over the chunks with two products each, and keeps each chunk's state and updates V - W S. `_outputs`, a program a chunk, row and head, computes
 the outputs from them. Backward, `_slopes` goes over the chunks from the last one and keeps the gradients of each chunk's updates and of the state
-after it, from which `_gradients`, a program a chunk, row and head, computes those of the tokens. Products are by tensor cores.
+after it. From them, a program a chunk, row and head, `_sides` computes the gradients of the links, the scores and what the inverse is multiplied
+with, and `_gradients` those of the tokens. Products are by tensor cores, of numbers in bfloat16 parts with float32 sums. Widths are taken
+in strips: whole operands would exceed a program's registers.
 """
 
 import functools
