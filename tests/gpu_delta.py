@@ -170,8 +170,7 @@ def parts(text: str) -> None:
     """Milliseconds of each kernel of the Triton backend."""
     how, call, (tokens, segments, state) = how_of(text), call_of(ROWS), arrays(ROWS, 0.0)
     places, given = (segments, definition.owners(segments, definition.CHUNK)), (call, how)
-    calls: dict[str, Callable[..., Any]] = {"local": functools.partial(triton.local, *given)}
-    found = jax.jit(calls["local"])(tokens, places)
+    found = jax.jit(functools.partial(triton.local, *given))(tokens, places)
     *run, _ = jax.jit(functools.partial(triton.states, *given))(tokens[1], found, state)
     *of_run, _ = jax.jit(functools.partial(triton.slopes, *given))(tokens, found, (tokens[2], state))
     every = (*run, *of_run, tokens[2])

@@ -96,8 +96,7 @@ class GatedDeltaNet(nnx.Module):
         ones = jnp.ones(x.shape[:2], jnp.int32)
         before = jax.lax.dynamic_index_in_dim(held.conv, layer, keepdims=False)
         tokens = self._tokens(mixed, rates, ones, ones > 0, before)
-        q, k, v, g, beta = (part[:, 0] for part in tokens)
-        out, states = self._step(q, k, v, g, beta, held.state, layer)
+        out, states = self._step(jax.tree.map(lambda part: part[:, 0], tokens), held.state, layer)
         # Computed before it is written: together with what it is read from, XLA would copy the inputs of all layers.
         conv = jax.lax.optimization_barrier(jnp.concatenate([before[:, 1:], mixed.astype(before.dtype)], axis=1))
         return self._output(out[:, None], gate, x.dtype), Held(states, held.conv.at[layer].set(conv))
@@ -182,29 +181,22 @@ class GatedDeltaNet(nnx.Module):
         )(q, k, v, g, beta, segments, state)
 
     def _step(
-        self,
-        q: Float[Array, "S Hk dk"],
-        k: Float[Array, "S Hk dk"],
-        v: Float[Array, "S Hv dv"],
-        g: Float[Array, "S Hv"],
-        beta: Float[Array, "S Hv"],
-        states: Float[Array, "L S Hv dk dv"],
-        layer: Int[Array, ""],
+        self, tokens: Tokens, states: Float[Array, "L S Hv dk dv"], layer: Int[Array, ""]
     ) -> tuple[Float[Array, "S Hv dv"], Float[Array, "L S Hv dk dv"]]:
         """Applies one token of the rule on the mesh; each device has its own slots and heads."""
-        partitioner = self.partitioner
+        partitioner, (q, k, v, g, beta) = self.partitioner, tokens
         if partitioner.mesh.size == 1:
             return delta_step(q, k, v, g, beta, states, layer)
         kept = partitioner.spec(STATE_AXES["state"], states.shape)
         ways = math.prod(partitioner.axis_sizes[axis] for axis in names(kept[2]))
         if self.sizes.key_heads % ways:
             q, k = (jnp.repeat(x, self.sizes.value_heads // self.sizes.key_heads, axis=1) for x in (q, k))
-        tokens, numbers = PartitionSpec(kept[1], kept[2], None), PartitionSpec(kept[1], kept[2])
+        wide, numbers = PartitionSpec(kept[1], kept[2], None), PartitionSpec(kept[1], kept[2])
         return jax.shard_map(
             delta_step,
             mesh=partitioner.mesh,
-            in_specs=(tokens, tokens, tokens, numbers, numbers, kept, PartitionSpec()),
-            out_specs=(tokens, kept),
+            in_specs=(wide, wide, wide, numbers, numbers, kept, PartitionSpec()),
+            out_specs=(wide, kept),
             check_vma=False,  # kernels' outputs carry no varying-axes types
         )(q, k, v, g, beta, states, layer)
 

@@ -149,10 +149,6 @@ def _blocks(call: Call, how: How) -> tuple[int, int, int]:
     return call.rows, call.value_heads, call.value_width // min(how.columns, call.value_width)
 
 
-def _of_values(call: Call) -> tuple[int, ...]:
-    return call.rows, call.tokens, call.value_heads, call.value_width
-
-
 def local(call: Call, how: How, tokens: Any, places: Any) -> Parts:
     """Computes what needs no state."""
     each, size = _each(call), call.size
@@ -171,7 +167,8 @@ def states(call: Call, how: How, k: Any, parts: Parts, start: Any) -> Any:
 
 def outputs(call: Call, how: How, q: Any, parts: Parts, run: Any) -> Any:
     """Computes the outputs [B, T, Hv, dv]."""
-    (out,) = _call(_outputs, call, how, [_of_values(call)], _each(call), how.outputs)(q, parts.seen, parts.scores, *run)
+    shape = (call.rows, call.tokens, call.value_heads, call.value_width)
+    (out,) = _call(_outputs, call, how, [shape], _each(call), how.outputs)(q, parts.seen, parts.scores, *run)
     return out
 
 

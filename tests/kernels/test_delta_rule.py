@@ -168,7 +168,7 @@ def test_gates_at_their_ends_stay_finite_and_right(backend):
     out, last = recurrence(*values)
 
     def objective(*x):
-        found = delta_rule(*x[:5], segments, x[5], size=16, backend=backend)
+        found = delta_rule(*x[:5], segments, x[5], backend=backend)
         return jnp.sum(found[0]) + jnp.sum(found[1]), found
 
     (_, found), slopes = jax.jit(jax.value_and_grad(objective, argnums=range(6), has_aux=True))(*in_float32(*values))
