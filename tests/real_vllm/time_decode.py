@@ -60,7 +60,7 @@ def checked(command: Sequence[str], environment: dict[str, str]) -> list[str]:
     """
     done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"{' '.join(command)[:200]} failed ({done.returncode}): {done.stderr[-3000:]}")
+        raise RuntimeError(f"{' '.join(command)[:200]} failed ({done.returncode}): {done.stderr[-3000:].strip()}")
     return done.stdout.splitlines()
 
 
@@ -105,6 +105,10 @@ def main() -> None:
     parser.add_argument("--python", default=sys.executable, help="the interpreter that has vLLM")
     parser.add_argument("--python-path", nargs="*", default=[], help="folders with its packages")
     given = parser.parse_args()
+    from jaxrl_llm.models.sizes import SHAPES
+
+    if given.model not in SHAPES:
+        parser.error(f"--model must be one of {', '.join(SHAPES)} (got {given.model})")
     rates = by_vllm(given)
     row = by_sampler(given)
     theirs = statistics.median(rates)
