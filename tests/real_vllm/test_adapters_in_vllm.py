@@ -21,6 +21,7 @@ TOLERANCE = 1e-4  # nats, float32
 LOW = LoRA(rank=5, alpha=20.0)
 PROMPT = [int(token) for token in np.random.default_rng(0).integers(3, VOCABULARY, 200)]
 LIKELY = [3] * (len(PROMPT) - 1)
+SHORT, LONG = PROMPT[:16], 480  # as many tokens as the server's window has room for: a request that is still in flight
 
 
 def adapters(version: int) -> dict[str, np.ndarray]:
@@ -81,7 +82,7 @@ def carried_out(server: Server, steps: Any) -> None:
 async def drawn(http: VllmHttp, count: int) -> Piece:
     pieces = [Piece()]
     sampling = {"n": 1, "max_tokens": count, "temperature": 1.0, "logprobs": 0, "ignore_eos": True, "detokenize": False}
-    await http.generate(Ask(tokens=PROMPT, sampling=sampling), pieces)
+    await http.generate(Ask(tokens=SHORT, sampling=sampling), pieces)
     return pieces[0]
 
 
@@ -115,7 +116,7 @@ def test_a_request_ends_with_its_version_while_others_begin_with_the_next(served
         names = [alone.named("cd", version, 1) for version in range(2)]
         await alone.load(http, names[0], folders[0])
         http.version, http.adapter = 0, names[0]
-        early = asyncio.create_task(drawn(http, 200))
+        early = asyncio.create_task(drawn(http, LONG))
         await asyncio.sleep(0.2)
         await alone.load(http, names[1], folders[1])
         http.version, http.adapter = 1, names[1]
@@ -125,7 +126,7 @@ def test_a_request_ends_with_its_version_while_others_begin_with_the_next(served
         pieces = [await early, late]
         for version, piece in enumerate(pieces):
             assert set(piece.versions) == {version}
-            found = Reference(summed(version)).logprobs([*PROMPT, *piece.tokens])[len(PROMPT) - 1 :]
+            found = Reference(summed(version)).logprobs([*SHORT, *piece.tokens])[len(SHORT) - 1 :]
             assert np.abs(found - piece.logprobs).max() < TOLERANCE
         await alone.unload_idle(http)
         http.adapter = names[0]
@@ -142,13 +143,13 @@ def test_the_newest_version_waits_for_none_of_those_in_flight(served, folders):
         for version, name in enumerate(names[:-1]):
             await alone.load(http, name, folders[version % 2])
             http.version, http.adapter = version, name
-            early.append(asyncio.create_task(drawn(http, 300)))
+            early.append(asyncio.create_task(drawn(http, LONG)))
             await asyncio.sleep(0.2)
         await alone.load(http, names[-1], folders[1])
         http.adapter = names[-1]
         await http.score(PROMPT, LIKELY, 0)
         assert not any(one.done() for one in early)
-        assert [len(one.tokens) for one in await asyncio.gather(*early)] == [300] * len(early)
+        assert [len(one.tokens) for one in await asyncio.gather(*early)] == [LONG] * len(early)
 
     carried_out(served, steps)
 
@@ -159,15 +160,17 @@ def test_a_run_unloads_what_a_former_run_of_its_tenant_left_when_nothing_asks_fo
         for name in (old, new, other):
             await alone.load(http, name, folders[0])
         http.version, http.adapter = 0, old
-        early = asyncio.create_task(drawn(http, 300))
-        await asyncio.sleep(2)
-        http.flying.clear()  # the new run does not know of the former one's request
+        asking = [asyncio.create_task(drawn(http, LONG))]
+        while old not in await alone._used(http):  # the server's metrics follow its steps
+            asking.append(asyncio.create_task(drawn(http, LONG)))
+            await asyncio.sleep(0.5)
+        http.flying.clear()  # the new run does not know of the former one's requests
         http.adapter = new
         await alone.unload_idle(http)
-        assert not early.done() and {old, new, other} <= await alone._held(http)
-        assert len((await early).tokens) == 300
+        assert {old, new, other} <= await alone._held(http)
+        assert {len(piece.tokens) for piece in await asyncio.gather(*asking)} == {LONG}
         http.flying.clear()
-        for _ in range(20):  # the server's metrics follow its next steps
+        for _ in range(20):
             await asyncio.sleep(0.5)
             await drawn(http, 1)
             await alone.unload_idle(http)
