@@ -1,18 +1,20 @@
 """Checks and measures the gated delta rule on a GPU: against float64 token by token, then its time at the shape of a 2B hybrid.
 
-    PYTHONPATH=. python tests/gpu_delta.py [--only=check,time,parts] [--how=columns=64,over=8 ...]
+    PYTHONPATH=. python tests/gpu_delta.py [--only=check,time,parts] [--how=columns=64,over=8:2 ...]
 
 prints a JSON line a row. `check` takes a row of 4096 tokens in five segments, 16 heads with states of 128 x 128, keys at random and keys
-that are nearly alike, and prints the relative norms of the errors of outputs, last state and gradients, and whether a second call gives the same
-bits. `time` takes 8 such rows, forward, and forward and backward; `parts` each kernel of the Triton backend. Each --how adds other sizes of
-its kernels, the warps of a kernel by its name. A row that fails says how, and the next one runs; exits 1 where a value is wrong or a call fails.
+that are nearly alike, in float32 and bfloat16, and prints the relative norms of the errors of outputs, last state and gradients, and whether
+a second call gives the same bits. `time` takes 8 such rows in bfloat16, forward, and forward and backward; `parts` each kernel of the Triton
+backend. Each --how adds other sizes of its kernels, a kernel's warps and stages by its name; `parts` takes those that differ from the first.
+A row that fails says how, and the next one runs; exits 1 where a value is wrong or a call fails.
 """
 
 import argparse
+import concurrent.futures
 import functools
+import itertools
 import json
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -27,12 +29,7 @@ HEADS, WIDTH, TOKENS, ROWS = 16, 128, 4096, 8
 ENDS = (700, 701, 1500, 3100, TOKENS)  # of segments: one of a single token, and boundaries within chunks
 LARGEST = 3e-5  # relative norm of an error; one product of TF32 has 5e-4
 NAMES = ("out", "last", "q", "k", "v", "g", "beta", "state")
-PRECISIONS = {
-    "tf32": jax.lax.DotAlgorithmPreset.TF32_TF32_F32,
-    "tf32x3": jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3,
-    "bf16x3": jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X3,
-    "bf16x6": jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X6,
-}
+ROUNDED = 4e-3  # of a gradient that is given in bfloat16
 Backends = dict[str, Callable[..., Any]]
 BAD: list[str] = []
 
@@ -50,8 +47,8 @@ def attempt(name: str, run: Callable[[], dict[str, Any]]) -> None:
         say(name=name, failed=f"{type(error).__name__}: {error}"[:1500])
 
 
-def arrays(rows: int, alike: float) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array]:
-    """Tokens, segments and first states as a model has them; keys share `alike` of their direction."""
+def arrays(rows: int, alike: float, dtype: Any) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array]:
+    """Tokens, segments and first states as a model has them, the tokens in `dtype`; keys share `alike` of their direction."""
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=(rows, TOKENS, HEADS, WIDTH)) for _ in range(3))
     k = alike * np.sqrt(WIDTH) * np.eye(WIDTH)[0] + (1 - alike) * k
@@ -59,10 +56,10 @@ def arrays(rows: int, alike: float) -> tuple[tuple[jax.Array, ...], jax.Array, j
     rates = rng.uniform(0.01, 16, HEADS) * np.log1p(np.exp(rng.normal(-3, 2, (rows, TOKENS, HEADS))))
     beta = 1 / (1 + np.exp(-rng.normal(size=rates.shape)))
     segments = np.searchsorted(np.array(ENDS), np.arange(TOKENS), side="right") + 1
-    numbers = (q * WIDTH**-0.5, k, v, -rates, beta)
     state = rng.normal(size=(rows, HEADS, WIDTH, WIDTH))
     f32 = functools.partial(jnp.asarray, dtype=jnp.float32)
-    return tuple(map(f32, numbers)), jnp.asarray(np.tile(segments, (rows, 1)), jnp.int32), f32(state)
+    numbers = (*(f32(x).astype(dtype) for x in (q * WIDTH**-0.5, k, v)), f32(-rates), f32(beta))
+    return numbers, jnp.asarray(np.tile(segments, (rows, 1)), jnp.int32), f32(state)
 
 
 def results(rule: Callable[..., Any]) -> Callable[..., Any]:
@@ -93,11 +90,11 @@ def exact(tokens: Any, segments: Any, state: Any) -> Any:
 
 
 def how_of(text: str) -> triton.How:
-    """The sizes of "columns=64,over=8,precision=tf32"."""
+    """The sizes of "columns=64,over=8,sides=4:2"."""
     items = dict(item.split("=") for item in text.split(",") if item)
-    whole = {n: int(items.pop(n)) for n in ("columns", "strip") if n in items}
-    exact = {n: PRECISIONS[items.pop(n)] for n in ("precision", "inverting") if n in items}
-    return triton.How(**whole, **exact, **{part: (int(warps), 1) for part, warps in items.items()})
+    whole = {n: int(items.pop(n)) for n in ("columns", "strip", "limbs") if n in items}
+    sizes = {part: tuple(int(x) for x in (*size.split(":"), 1)[:2]) for part, size in items.items()}
+    return triton.How(**whole, **sizes)
 
 
 def call_of(rows: int) -> api.Call:
@@ -119,69 +116,85 @@ def backends(hows: list[str]) -> Backends:
 
 def check(rules: Backends) -> None:
     """Errors of each backend against float64."""
-    for alike in (0.0, 0.9):
-        values = arrays(1, alike)
+    for alike, dtype in itertools.product((0.0, 0.9), (jnp.float32, jnp.bfloat16)):
+        values = arrays(1, alike, dtype)
         rng = np.random.default_rng(1)
-        slopes = tuple(jnp.asarray(rng.normal(size=x.shape), jnp.float32) for x in (values[0][2], values[2]))
+        slopes = tuple(
+            jnp.asarray(rng.normal(size=values[2].shape if last else values[0][2].shape), jnp.float32)
+            for last in (0, 1)
+        )
         given = (*values, slopes)
         with jax.enable_x64(True):
-            wide = jax.tree.map(lambda x: x.astype(jnp.float64) if x.dtype == jnp.float32 else x, given)
+            wide = jax.tree.map(lambda x: x if x.dtype == jnp.int32 else x.astype(jnp.float64), given)
             want = [np.asarray(x) for x in results(exact)(*wide)]
-
-        def errors(
-            rule: Callable[..., Any], given: Any = given, want: Any = want, alike: float = alike
-        ) -> dict[str, Any]:
-            run = results(rule)
-            got, again = run(*given), run(*given)
-            far = [float(np.linalg.norm(np.asarray(a, np.float64) - b) / np.linalg.norm(b)) for a, b in zip(got, want)]
-            same = all(bool((p == q).all()) for p, q in zip(got, again))
-            if not max(far) < LARGEST or not same:
-                raise ValueError(f"errors {dict(zip(NAMES, far))} of their norm, the same bits again: {same}")
-            return {"alike": alike, "errors": {n: float(f"{x:.2g}") for n, x in zip(NAMES, far)}, "repeats": same}
-
+        said = {"alike": alike, "dtype": jnp.dtype(dtype).name}
         for name, rule in rules.items():
-            attempt(f"check {name}", functools.partial(errors, rule))
+            attempt(f"check {name}", functools.partial(errors, rule, given, want, said))
 
 
-def measured(function: Callable[..., Any], *args: Any) -> dict[str, Any]:
+def errors(rule: Callable[..., Any], given: Any, want: Any, said: dict[str, Any]) -> dict[str, Any]:
+    """Relative norms of the errors of one call."""
+    run = results(rule)
+    got, again = run(*given), run(*given)
+    far = [float(np.linalg.norm(np.asarray(a, np.float64) - b) / np.linalg.norm(b)) for a, b in zip(got, want)]
+    same = all(bool((p == q).all()) for p, q in zip(got, again))
+    if any(not x < (ROUNDED if a.dtype == jnp.bfloat16 else LARGEST) for x, a in zip(far, got)) or not same:
+        raise ValueError(f"errors {dict(zip(NAMES, far))} of their norm, the same bits again: {same}")
+    return {**said, "errors": {n: float(f"{x:.2g}") for n, x in zip(NAMES, far)}, "repeats": same}
+
+
+def measured(compiled: Any, *args: Any) -> dict[str, Any]:
     """Milliseconds (median of groups of queued calls), and MiB of temporaries."""
-    start = time.monotonic()
-    compiled = jax.jit(function).lower(*args).compile()
-    compiling = time.monotonic() - start
-    seconds = timed(lambda: compiled(*args), jax.block_until_ready, 5)
-    memory = compiled.memory_analysis()
-    return {
-        "ms": round(seconds * 1e3, 3),
-        "temp_mib": memory and round(memory.temp_size_in_bytes / 2**20),
-        "compile_s": round(compiling),
-    }
+    seconds, memory = timed(lambda: compiled(*args), jax.block_until_ready, 5), compiled.memory_analysis()
+    return {"ms": round(seconds * 1e3, 3), "temp_mib": memory and round(memory.temp_size_in_bytes / 2**20)}
+
+
+def all_measured(calls: list[tuple[str, Callable[..., Any], tuple[Any, ...]]]) -> None:
+    """Compiles all calls side by side, then measures one after the other."""
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        found = [pool.submit(lambda one=one: jax.jit(one[1]).lower(*one[2]).compile()) for one in calls]
+    for (name, _, args), compiled in zip(calls, found):
+        attempt(name, lambda args=args, compiled=compiled: measured(compiled.result(), *args))
 
 
 def times(rules: Backends) -> None:
     """Milliseconds of a layer's rule."""
-    tokens, segments, state = arrays(ROWS, 0.0)
-    for name, rule in rules.items():
-        attempt(f"time {name}, forward", functools.partial(measured, rule, tokens, segments, state))
-        both = (tokens, segments, state, (tokens[2], state))
-        attempt(f"time {name}, both", functools.partial(measured, results(rule), *both))
+    tokens, segments, state = arrays(ROWS, 0.0, jnp.bfloat16)
+    both = (tokens, segments, state, (tokens[2].astype(jnp.float32), state))
+    all_measured(
+        [(f"time {name}, forward", rule, (tokens, segments, state)) for name, rule in rules.items()]
+        + [(f"time {name}, both", results(rule), both) for name, rule in rules.items()]
+    )
 
 
-def parts(text: str) -> None:
-    """Milliseconds of each kernel of the Triton backend."""
-    how, call, (tokens, segments, state) = how_of(text), call_of(ROWS), arrays(ROWS, 0.0)
-    places, given = (segments, definition.owners(segments, definition.CHUNK)), (call, how)
-    found = jax.jit(functools.partial(triton.local, *given))(tokens, places)
-    *run, _ = jax.jit(functools.partial(triton.states, *given))(tokens[1], found, state)
-    *of_run, _ = jax.jit(functools.partial(triton.slopes, *given))(tokens, found, (tokens[2], state))
-    every = (*run, *of_run, tokens[2])
-    sides = jax.jit(functools.partial(triton.sides, *given))(tokens, found, every)
-    for name, *arguments in (
-        ("local", tokens, places), ("states", tokens[1], found, state), ("outputs", tokens[0], found, run),
-        ("slopes", tokens, found, (tokens[2], state)), ("sides", tokens, found, every),
-        ("gradients", tokens, places, sides, every),
-    ):  # fmt: skip
-        kernel = functools.partial(getattr(triton, name), *given)
-        attempt(f"{name}, {text}", functools.partial(measured, kernel, *arguments))
+def parts(texts: list[str]) -> None:
+    """Milliseconds of each kernel of the Triton backend, of the first sizes and of others by those kernels that they change."""
+    first, call, (tokens, segments, state) = how_of(texts[0]), call_of(ROWS), arrays(ROWS, 0.0, jnp.bfloat16)
+    places = (segments, definition.owners(segments, definition.CHUNK))
+    taken = triton._taken(tokens, first)
+    of_out = triton._whole(tokens[2].astype(jnp.float32), first.limbs)
+    found = jax.jit(lambda *args: triton.local(call, first, *args))(taken, places)
+    *run, _ = jax.jit(lambda *args: triton.states(call, first, *args))(taken[1], found, state)
+    *of_run, _ = jax.jit(lambda *args: triton.slopes(call, first, *args))(taken, found, of_out, state)
+    every, dtype = (*run, *of_run, of_out), tokens[0].dtype
+    sides = jax.jit(lambda *args: triton.sides(call, first, *args, dtype))(taken, found, every)
+    kernels: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
+        "local": ("local strip", lambda how, *args: triton.local(call, how, *args), (taken, places)),
+        "states": ("over columns", lambda how, *args: triton.states(call, how, *args), (taken[1], found, state)),
+        "outputs": ("outputs strip", lambda how, *args: triton.outputs(call, how, *args), (taken[0], found, run)),
+        "slopes": ("over columns", lambda how, *args: triton.slopes(call, how, *args), (taken, found, of_out, state)),
+        "sides": ("sides strip", lambda how, *args: triton.sides(call, how, *args, dtype), (taken, found, every)),
+        "gradients": (
+            "gradients strip", lambda how, *args: triton.gradients(call, how, *args, dtype), (taken, found, sides, every)
+        ),
+    }  # fmt: skip
+    calls = []
+    for text in texts:
+        how = how_of(text)
+        for name, (sizes, kernel, args) in kernels.items():
+            if text == texts[0] or any(getattr(how, size) != getattr(first, size) for size in sizes.split()):
+                calls.append((f"{name}, {text}", functools.partial(kernel, how), args))
+    all_measured(calls)
 
 
 def main() -> int:
@@ -197,8 +210,7 @@ def main() -> int:
     if "time" in options.only:
         times(rules)
     if "parts" in options.only:
-        for text in options.how:
-            attempt(f"parts {text}", lambda text=text: parts(text) or {})
+        attempt("parts", lambda: parts(options.how) or {})
     return int(bool(BAD))
 
 

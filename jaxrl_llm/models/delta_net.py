@@ -109,7 +109,7 @@ class GatedDeltaNet(nnx.Module):
         valid: Bool[Array, "B T"],
         before: Float[Array, "B reach channels"],
     ) -> Tokens:
-        """Returns q, k, v, g and beta."""
+        """Returns q, k and v in the dtype of `mixed`, g and beta."""
         size, (strength, rate) = self.sizes, (x.astype(jnp.float32) for x in rates)
         beta = jnp.where(valid[..., None], jax.nn.sigmoid(strength), 0.0)
         decay = -jnp.exp(self.log_decay[...]) * jax.nn.softplus(rate + self.rate_bias[...])
@@ -118,7 +118,8 @@ class GatedDeltaNet(nnx.Module):
         heads = (*mixed.shape[:2], -1)
         q, k = (_unit(part.reshape(*heads, size.key_width)) for part in (flat[..., :key], flat[..., key : 2 * key]))
         v = flat[..., 2 * key :].reshape(*heads, size.value_width)
-        return q * size.key_width**-0.5, k, v, jnp.where(valid[..., None], decay, 0.0), beta
+        q, k, v = (part.astype(mixed.dtype) for part in (q * size.key_width**-0.5, k, v))
+        return q, k, v, jnp.where(valid[..., None], decay, 0.0), beta
 
     def _output(
         self, out: Float[Array, "B T Hv dv"], gate: Float[Array, "B T Hv dv"], dtype: jnp.dtype

@@ -57,7 +57,7 @@ def delta_rule(
     Args:
       q: queries, already normalised and scaled; value heads h r .. h r + r - 1 read query and key head h.
       k: keys, already normalised.
-      v: values.
+      v: values. Where q, k and v are all bfloat16, products take them as they are; else as float32.
       g: logarithms of the decays, float32 and at most 0.
       beta: strengths of the updates in [0, 1], float32. A token with beta = 0 and g = 0 changes no state, which is how callers mask padding.
       segments: the segment of each token; tokens of one segment are contiguous, and no state passes from one segment to the next.
@@ -88,7 +88,9 @@ def delta_rule(
     )
     module = dispatch.choose("delta_rule", BACKENDS, call, backend)
     # Tokens that fill the last chunk have beta = 0 and g = 0, and belong to the last segment.
-    tokens = tuple(_filled(x.astype(jnp.float32), fill, "constant") for x in (q, k, v, g, beta))
+    dtype = jnp.bfloat16 if {x.dtype for x in (q, k, v)} == {jnp.dtype(jnp.bfloat16)} else jnp.float32
+    numbers = (*(x.astype(dtype) for x in (q, k, v)), g.astype(jnp.float32), beta.astype(jnp.float32))
+    tokens = tuple(_filled(x, fill, "constant") for x in numbers)
     out, last = module.rule(tokens, _filled(segments, fill, "edge"), state.astype(jnp.float32), call)
     return out[:, :length], last
 

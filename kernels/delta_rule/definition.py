@@ -9,6 +9,7 @@ D and A are 0 between segments, S counts for the segment it belongs to (its owne
 token alone. No exponent is above 0. (I + A)^-1 depends on no state, so all chunks' inverses are computed at once.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -56,7 +57,7 @@ def links(
     beta: Float[Array, " c"],
     segments: Int[Array, " c"],
     owner: Int[Array, ""],
-    precision: Any,
+    dot: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> Links:
     """Computes the parts of a chunk that need no state.
 
@@ -67,11 +68,11 @@ def links(
       beta: strengths of the updates.
       segments: segments of the tokens.
       owner: the segment to which the state before the chunk belongs.
-      precision: of products.
+      dot: product of two matrices.
     """
     size = len(g)
     row, column = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
-    decay, seen = decays(g, segments, owner, precision)
+    decay, seen = decays(g, segments, owner, dot)
     left = jnp.sum(jnp.where(row == size - 1, decay, 0.0), axis=0)
     kept = jnp.sum(jnp.where(lax.iota(jnp.int32, size) == size - 1, seen, 0.0))
     near = jnp.where(row > column, beta[:, None] * decay * alike, 0.0)
@@ -79,20 +80,23 @@ def links(
 
 
 def decays(
-    g: Float[Array, " c"], segments: Int[Array, " c"], owner: Int[Array, ""], precision: Any
+    g: Float[Array, " c"],
+    segments: Int[Array, " c"],
+    owner: Int[Array, ""],
+    dot: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> tuple[Float[Array, "c c"], Float[Array, " c"]]:
-    """Computes D, and exp(G_i) where token i is of the owner's segment, else 0."""
+    """Computes D, and exp(G_i) where token i is of the owner's segment, else 0; `dot` multiplies a matrix of zeros and ones with another."""
     size = len(g)
     row, column = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
     # Each g_{j+1} + ... + g_i is summed for itself, since differences of long sums lose digits.
     later = jnp.where(row > column, g[:, None], 0.0)
-    sums = dot(jnp.where(row >= column, 1.0, 0.0), later, precision)
+    sums = dot(jnp.where(row >= column, 1.0, 0.0), later)
     together = (segments[:, None] == segments[None, :]) & (row >= column)
     whole = jnp.sum(jnp.where(row >= column, g[None, :], 0.0), axis=1)
     return jnp.exp(jnp.where(together, sums, -jnp.inf)), jnp.exp(jnp.where(segments == owner, whole, -jnp.inf))
 
 
-def inverse(links: Float[Array, "c c"], precision: Any) -> Float[Array, "c c"]:
+def inverse(links: Float[Array, "c c"], dot: Callable[[jax.Array, jax.Array], jax.Array]) -> Float[Array, "c c"]:
     """Computes (I + A)^-1 for A strictly lower triangular and c a power of 2.
 
     The inverses of two blocks of the diagonal give that of both, [[X, 0], [-Y A X, Y]], starting with blocks of size 1. No power of A
@@ -105,7 +109,7 @@ def inverse(links: Float[Array, "c c"], precision: Any) -> Float[Array, "c c"]:
         # Rows of the second of two blocks, and columns of the first.
         between = (((row ^ column) & -width) == width) & ((row & width) != 0)
         off = jnp.where(between, links, 0.0)
-        found = found - (off if width == 1 else dot(found, dot(off, found, precision), precision))
+        found = found - (off if width == 1 else dot(found, dot(off, found)))
         width *= 2
     return found
 

@@ -1,12 +1,14 @@
 """The gated delta rule on NVIDIA GPUs: Pallas kernels, compiled by Triton; two go over the chunks of a row, with a state in registers.
 
-Forward, `_local`, a program a chunk, row and head, computes what needs no state: links, inverse, W = (I + A)^-1 [beta_i exp(G_i) k_i] and
-V = (I + A)^-1 [beta_i v_i]. `_states`, a program a row, head and block of the values' columns, which are independent given those, goes
+Forward, `_local`, a program a chunk, row and head, computes what needs no state: decays, links, inverse, W = (I + A)^-1 [beta_i exp(G_i) k_i]
+and V = (I + A)^-1 [beta_i v_i]. `_states`, a program a row, head and block of the values' columns, which are independent given those, goes
 over the chunks with two products each, and keeps each chunk's state and updates V - W S. `_outputs`, a program a chunk, row and head, computes
 the outputs from them. Backward, `_slopes` goes over the chunks from the last one and keeps the gradients of each chunk's updates and of the state
-after it. From them, a program a chunk, row and head, `_sides` computes the gradients of the links, the scores and what the inverse is multiplied
-with, and `_gradients` those of the tokens. Products are by tensor cores, of numbers in bfloat16 parts with float32 sums. Widths are taken
-in strips: whole operands would exceed a program's registers.
+after it. From them, a program a chunk, row and head, `_sides` computes the gradients of links, scores, values and strengths, and
+`_gradients` the rest of those of the tokens. Widths are taken in strips: whole operands would exceed a program's registers.
+
+Products are by tensor cores, of bfloat16 with float32 sums. A number in float32 is the sum of its limbs in bfloat16; the kernel that computes
+what is only multiplied later writes its limbs, along a leading axis. Queries, keys and values in bfloat16 are their own single limb.
 """
 
 import functools
@@ -26,6 +28,8 @@ from jaxrl_llm.kernels.delta_rule.api import Call, State
 RUNS_ON = ("gpu", "NVIDIA GPUs")
 WIDTHS = (16, 32, 64, 128)
 _ALL = slice(None)
+_LIMB = jnp.bfloat16
+Limbs = tuple[jax.Array, ...]
 
 
 class How(NamedTuple):
@@ -39,8 +43,7 @@ class How(NamedTuple):
       outputs: those of `_outputs`.
       sides: those of `_sides`.
       gradients: those of `_gradients`.
-      inverting: precision of `_local`'s products: of three bfloat16 parts, with an error of about 2^-24 of the largest terms.
-      precision: that of the others': of two, about 2^-17.
+      limbs: of a float32 number; two have an error of about 2^-17 of the number, three of 2^-24.
       interpret: runs the kernels by Pallas's interpreter.
     """
 
@@ -49,10 +52,9 @@ class How(NamedTuple):
     local: tuple[int, int] = (4, 1)
     over: tuple[int, int] = (4, 1)
     outputs: tuple[int, int] = (4, 1)
-    sides: tuple[int, int] = (8, 1)
-    gradients: tuple[int, int] = (8, 1)
-    inverting: Any = lax.DotAlgorithmPreset.BF16_BF16_F32_X6
-    precision: Any = lax.DotAlgorithmPreset.BF16_BF16_F32_X3
+    sides: tuple[int, int] = (4, 1)
+    gradients: tuple[int, int] = (4, 1)
+    limbs: int = 2
     interpret: bool = False
 
 
@@ -60,28 +62,46 @@ HOW = How()
 
 
 class Parts(NamedTuple):
-    """What `_local` computes of every chunk, [B, chunks, Hv, ...]: of definition.Links, W, V, and the inverse of I + A."""
+    """What `_local` computes of every chunk, [B, chunks, Hv, ...], and those with limbs [limbs, B, chunks, Hv, ...].
 
-    seen: jax.Array
-    left: jax.Array
-    kept: jax.Array
-    scores: jax.Array
-    seeing: jax.Array
-    values: jax.Array
-    inverted: jax.Array
+    Attributes:
+      seen: of definition.Links, as `left`, `kept` and `scores`, which has limbs.
+      decay: D.
+      near: D_ij <k_i, k_j> for j < i.
+      seeing: W, in limbs.
+      values: V, in limbs.
+      inverted: the inverse of I + A, in limbs.
+    """
+
+    seen: Any
+    left: Any
+    kept: Any
+    decay: Any
+    near: Any
+    scores: Any
+    seeing: Any
+    values: Any
+    inverted: Any
 
 
 class Sides(NamedTuple):
-    """Gradients that `_sides` computes: of the values, and [B, chunks, Hv, ...] of [beta_i exp(G_i) k_i], the links, the scores, the
-    strengths by the values alone, and the share of a state that is kept.
+    """What `_sides` computes, [B, chunks, Hv, ...] but for the values.
+
+    Attributes:
+      values: gradients of the values.
+      keys: gradients of [beta_i exp(G_i) k_i].
+      asked: gradients of <q_i, k_j>, in limbs.
+      alike: gradients of <k_i, k_j>, added to their transpose, in limbs.
+      strength: gradients of the strengths by the values and the links.
+      decay: gradients of the logarithms of the decays by scores and links.
     """
 
     values: Any
     keys: Any
-    links: Any
-    scores: Any
+    asked: Any
+    alike: Any
     strength: Any
-    kept: Any
+    decay: Any
 
 
 def refusal(call: Call) -> str | None:
@@ -109,36 +129,64 @@ def _rule(call: Call, how: How, tokens: Any, places: Any, state: Any) -> Any:
 
 
 def _rule_kept(call: Call, how: How, tokens: Any, places: Any, state: Any) -> Any:
-    parts = local(call, how, tokens, places)
-    *run, last = states(call, how, tokens[1], parts, state)
-    return (outputs(call, how, tokens[0], parts, run), last), (tokens, places, parts, run)
+    taken = _taken(tokens, how)
+    parts = local(call, how, taken, places)
+    *run, last = states(call, how, taken[1], parts, state)
+    return (outputs(call, how, taken[0], parts, run), last), (tokens, parts, run)
 
 
 def _rule_back(call: Call, how: How, residual: Any, of_found: Any) -> Any:
-    tokens, places, parts, run = residual
-    *of_run, of_start = slopes(call, how, tokens, parts, of_found)
-    run = (*run, *of_run, of_found[0])
-    found = sides(call, how, tokens, parts, run)
-    of_q, of_k, *rest = gradients(call, how, tokens, places, found, run)
+    (tokens, parts, run), (of_out, of_last) = residual, of_found
+    taken, of_out = _taken(tokens, how), _whole(of_out, how.limbs)
+    *of_run, of_start = slopes(call, how, taken, parts, of_out, of_last)
+    run, dtype = (*run, *of_run, of_out), tokens[0].dtype
+    found = sides(call, how, taken, parts, run, dtype)
+    of_q, of_k, *rest = gradients(call, how, taken, parts, found, run, dtype)
     return (of_q, of_k, found.values, *rest), (None, None), of_start
 
 
 _rule.defvjp(_rule_kept, _rule_back)
 
 
+def _taken(tokens: Any, how: How) -> Any:
+    """Returns queries, keys and values in limbs, decays and strengths."""
+    q, k, v, g, beta = tokens
+    return *(_whole(x, how.limbs) for x in (q, k, v)), g, beta
+
+
+def _whole(x: jax.Array, count: int) -> jax.Array:
+    """Returns the limbs of an array along a leading axis."""
+    if x.dtype == _LIMB:
+        return x[None]
+    found = []
+    for _ in range(count):
+        # Not by astype alone, which XLA may take for no rounding at all.
+        found.append(lax.reduce_precision(x, 8, 7))
+        x = x - found[-1]
+    return jnp.stack(found).astype(_LIMB)
+
+
 # -- calls of the kernels ----------------------------------------------------------------------------------------------
 
 
 def _call(body: Any, call: Call, how: How, shapes: Any, grid: tuple[int, ...], size: tuple[int, int]) -> Any:
-    """Returns a kernel with float32 outputs of `shapes`."""
+    """Returns a kernel with outputs of `shapes`."""
     return pl.pallas_call(
         functools.partial(body, call=call, how=how),
-        out_shape=tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes),
+        out_shape=tuple(shapes),
         grid=grid,
         compiler_params=triton.CompilerParams(num_warps=size[0], num_stages=size[1]),
         interpret=how.interpret,
         name=body.__name__.strip("_") + "_delta_rule",
     )
+
+
+def _f32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def _in_limbs(how: How, *shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((how.limbs, *shape), _LIMB)
 
 
 def _each(call: Call) -> tuple[int, int, int]:
@@ -152,52 +200,59 @@ def _blocks(call: Call, how: How) -> tuple[int, int, int]:
 def local(call: Call, how: How, tokens: Any, places: Any) -> Parts:
     """Computes what needs no state."""
     each, size = _each(call), call.size
-    widths = ((size,), (size,), (), (size, size), (size, call.key_width), (size, call.value_width), (size, size))
-    found = _call(_local, call, how, [(*each, *width) for width in widths], each, how.local)(*places, *tokens)
-    return Parts(*found)
+    shapes = (
+        *(_f32(*each, *width) for width in ((size,), (size,), (), (size, size), (size, size))),
+        *(_in_limbs(how, *each, size, width) for width in (size, call.key_width, call.value_width, size)),
+    )
+    return Parts(*_call(_local, call, how, shapes, each, how.local)(*places, *tokens))
 
 
 def states(call: Call, how: How, k: Any, parts: Parts, start: Any) -> Any:
-    """Computes the state before each chunk [B, chunks, Hv, dk, dv], its updates [B, chunks, Hv, c, dv], and the last state."""
+    """Computes the state before each chunk [limbs, B, chunks, Hv, dk, dv], its updates [limbs, B, chunks, Hv, c, dv], and the last state."""
     each = _each(call)
-    shapes = ((*each, *start.shape[2:]), (*each, call.size, call.value_width), start.shape)
-    kernel = _call(_states, call, how, shapes, _blocks(call, how), how.over)
+    wide = (_in_limbs(how, *each, width, call.value_width) for width in (call.key_width, call.size))
+    kernel = _call(_states, call, how, (*wide, _f32(*start.shape)), _blocks(call, how), how.over)
     return kernel(k, parts.left, parts.kept, parts.seeing, parts.values, start)
 
 
 def outputs(call: Call, how: How, q: Any, parts: Parts, run: Any) -> Any:
     """Computes the outputs [B, T, Hv, dv]."""
-    shape = (call.rows, call.tokens, call.value_heads, call.value_width)
+    shape = _f32(call.rows, call.tokens, call.value_heads, call.value_width)
     (out,) = _call(_outputs, call, how, [shape], _each(call), how.outputs)(q, parts.seen, parts.scores, *run)
     return out
 
 
-def slopes(call: Call, how: How, tokens: Any, parts: Parts, of_found: Any) -> Any:
-    """Computes the gradients of the state after each chunk [B, chunks, Hv, dk, dv], of its updates, and of the first state."""
+def slopes(call: Call, how: How, tokens: Any, parts: Parts, of_out: Any, of_last: Any) -> Any:
+    """Computes the gradients of the state after each chunk [limbs, B, chunks, Hv, dk, dv], of its updates, and of the first state."""
     (q, k, *_), each = tokens, _each(call)
-    first = (call.rows, call.value_heads, call.key_width, call.value_width)
-    shapes = ((*each, *first[2:]), (*each, call.size, call.value_width), first)
-    kernel = _call(_slopes, call, how, shapes, _blocks(call, how), how.over)
-    return kernel(q, k, parts.seen, parts.left, parts.kept, parts.scores, parts.seeing, *of_found)
+    wide = (_in_limbs(how, *each, width, call.value_width) for width in (call.key_width, call.size))
+    kernel = _call(_slopes, call, how, (*wide, _f32(*of_last.shape)), _blocks(call, how), how.over)
+    return kernel(q, k, parts.seen, parts.left, parts.kept, parts.scores, parts.seeing, of_out, of_last)
 
 
-def sides(call: Call, how: How, tokens: Any, parts: Parts, run: Any) -> Sides:
+def sides(call: Call, how: How, tokens: Any, parts: Parts, run: Any, dtype: Any) -> Sides:
     """Computes the gradients of the links and of what the inverse is multiplied with."""
-    (_, _, v, _, beta), each, size = tokens, _each(call), call.size
-    widths = ((size, call.key_width), (size, size), (size, size), (size,), ())
-    shapes = (v.shape, *((*each, *width) for width in widths))
-    return Sides(*_call(_sides, call, how, shapes, each, how.sides)(v, beta, *parts, *run))
+    (_, _, v, _, beta), each, size, (before, updates, _, of_updates, of_out) = tokens, _each(call), call.size, run
+    square = _in_limbs(how, *each, size, size)
+    shapes = (
+        jax.ShapeDtypeStruct(v.shape[1:], dtype), _f32(*each, size, call.key_width), square, square,
+        _f32(*each, size), _f32(*each, size),
+    )  # fmt: skip
+    kernel = _call(_sides, call, how, shapes, each, how.sides)
+    return Sides(*kernel(v, beta, *parts[3:], before, updates, of_updates, of_out))
 
 
-def gradients(call: Call, how: How, tokens: Any, places: Any, found: Sides, run: Any) -> tuple[jax.Array, ...]:
+def gradients(
+    call: Call, how: How, tokens: Any, parts: Parts, found: Sides, run: Any, dtype: Any
+) -> tuple[jax.Array, ...]:
     """Computes the gradients of q, k, g and beta."""
-    q, k, v, g, beta = tokens
-    states, updates, of_states, _, of_out = run
-    wide = (*v.shape[:3], call.key_width)
-    kernel = _call(_gradients, call, how, (wide, wide, g.shape, beta.shape), _each(call), how.gradients)
-    of_q, of_k, *rest = kernel(*places, q, k, g, beta, *found[1:], states, updates, of_states, of_out)
-    # Every value head gave gradients of the query and key head that it reads.
-    of_q, of_k = (x.reshape(*q.shape[:3], -1, call.key_width).sum(axis=3) for x in (of_q, of_k))
+    (q, k, _, g, beta), (before, updates, of_states, _, of_out) = tokens, run
+    shared = call.value_heads > call.key_heads
+    wide = jax.ShapeDtypeStruct((*g.shape, call.key_width), jnp.float32 if shared else dtype)
+    kernel = _call(_gradients, call, how, (wide, wide, g, beta), _each(call), how.gradients)
+    of_q, of_k, *rest = kernel(q, k, parts.seen, parts.left, beta, *found[1:], before, updates, of_states, of_out)
+    if shared:  # every value head gave gradients of the query and key head that it reads
+        of_q, of_k = (x.reshape(*k.shape[1:4], -1, x.shape[-1]).sum(axis=3).astype(dtype) for x in (of_q, of_k))
     return of_q, of_k, *rest
 
 
@@ -221,44 +276,81 @@ def _over(width: int, strip: int, add: Any, start: Any) -> Any:
     return lax.fori_loop(0, width // wide, lambda index, sums: add(pl.ds(index * wide, wide), sums), start)
 
 
-def _products(q: Any, k: Any, row: Any, tokens: Any, of: Any, wide: int, precision: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns <q_i, k_j> and <k_i, k_j> of a chunk's tokens."""
+def _limbs(x: jax.Array, count: int) -> Limbs:
+    """Returns bfloat16 numbers whose sum is `x`, the largest first."""
+    found = []
+    for _ in range(count):
+        found.append(x.astype(_LIMB))
+        x = x - found[-1].astype(jnp.float32)
+    return tuple(found)
 
-    def add(strip: Any, sums: Any) -> Any:
-        keys = k[row, tokens, of, strip]
-        return tuple(
-            x + definition.dot(y, keys, precision, (1, 1)) for x, y in zip(sums, (q[row, tokens, of, strip], keys))
-        )
 
-    zero = jnp.zeros((tokens.size, tokens.size), jnp.float32)
-    found: tuple[jax.Array, jax.Array] = _over(q.shape[-1], wide, add, (zero, zero))
+def _take(source: Any, at: Any, count: int) -> Limbs:
+    """Reads the first limbs of a part of an array."""
+    return tuple(source[(limb, *at)] for limb in range(min(source.shape[0], count)))
+
+
+def _put(target: Any, at: Any, limbs: Limbs) -> None:
+    for limb, part in enumerate(limbs):
+        target[(limb, *at)] = part
+
+
+def _sum(limbs: Limbs) -> jax.Array:
+    """Returns the numbers that limbs stand for, adding the smallest first."""
+    return functools.reduce(jnp.add, [x.astype(jnp.float32) for x in reversed(limbs)])
+
+
+def _dot(a: Limbs, b: Limbs, axes: tuple[int, int] = (1, 0), start: jax.Array | None = None) -> jax.Array:
+    """Returns `start` and the product of two matrices that sums over `axes`, but for products of limbs below the last limb."""
+    count, found = max(len(a), len(b)), start
+    for place in reversed(range(count)):
+        for first in range(max(0, place - len(b) + 1), min(place + 1, len(a))):
+            one = definition.dot(a[first], b[place - first], None, axes)
+            found = one if found is None else found + one
+    assert found is not None
     return found
 
 
 def _local(
     segments: Any, owners: Any, q: Any, k: Any, v: Any, g: Any, beta: Any, *out: Any, call: Call, how: How
 ) -> None:
-    """Links, inverse, W and V of one chunk."""
+    """Decays, links, inverse, W and V of one chunk."""
     at, tokens, of = _chunk(call)
-    (row, chunk, head), parts = at, Parts(*out)
-    strength = beta[row, tokens, head]
-    products = _products(q, k, row, tokens, of, how.strip, how.inverting)
-    placed = segments[row, tokens], owners[row, chunk], how.inverting
-    found = definition.links(*products, g[row, tokens, head], strength, *placed)
-    known = definition.inverse(found.links, how.inverting)
-    parts.seen[(*at, _ALL)], parts.left[(*at, _ALL)], parts.kept[at] = found.seen, found.left, found.kept
-    parts.scores[(*at, _ALL, _ALL)], parts.inverted[(*at, _ALL, _ALL)] = found.scores, known
-    weights = strength * found.seen
+    (row, chunk, head), parts, count = at, Parts(*out), how.limbs
+    strength, whole = beta[row, tokens, head], (*at, _ALL, _ALL)
 
-    def keys(strip: Any, _: Any) -> None:
-        side = weights[:, None] * k[row, tokens, of, strip]
-        parts.seeing[(*at, _ALL, strip)] = definition.dot(known, side, how.inverting)
+    def products(strip: Any, sums: Any) -> Any:
+        queries, keys = (_take(x, (row, tokens, of, strip), count) for x in (q, k))
+        return _dot(queries, keys, (1, 1), sums[0]), _dot(keys, keys, (1, 1), sums[1])
+
+    zero = jnp.zeros((call.size, call.size), jnp.float32)
+    asked, alike = _over(call.key_width, how.strip, products, (zero, zero))
+    line, column = (lax.broadcasted_iota(jnp.int32, zero.shape, axis) for axis in (0, 1))
+    decay, seen = definition.decays(
+        g[row, tokens, head],
+        segments[row, tokens],
+        owners[row, chunk],
+        lambda a, b: _dot(_limbs(a, 1), _limbs(b, count)),
+    )
+    near = jnp.where(line > column, decay * alike, 0.0)
+    known = definition.inverse(strength[:, None] * near, lambda a, b: _dot(_limbs(a, count), _limbs(b, count)))
+    parts.seen[(*at, _ALL)] = seen
+    parts.left[(*at, _ALL)] = jnp.sum(jnp.where(line == call.size - 1, decay, 0.0), axis=0)
+    parts.kept[at] = jnp.sum(jnp.where(lax.iota(jnp.int32, call.size) == call.size - 1, seen, 0.0))
+    parts.decay[whole], parts.near[whole] = decay, near
+    _put(parts.scores, whole, _limbs(decay * asked, count))
+    _put(parts.inverted, whole, _limbs(known, count))
+    by_keys, by_values = (_limbs(known * x[None, :], count) for x in (strength * seen, strength))
+
+    def seeing(strip: Any, _: Any) -> None:
+        found = _dot(by_keys, _take(k, (row, tokens, of, strip), count))
+        _put(parts.seeing, (*at, _ALL, strip), _limbs(found, count))
 
     def values(strip: Any, _: Any) -> None:
-        side = strength[:, None] * v[row, tokens, head, strip]
-        parts.values[(*at, _ALL, strip)] = definition.dot(known, side, how.inverting)
+        found = _dot(by_values, _take(v, (row, tokens, head, strip), count))
+        _put(parts.values, (*at, _ALL, strip), _limbs(found, count))
 
-    _over(call.key_width, how.strip, keys, None)
+    _over(call.key_width, how.strip, seeing, None)
     _over(call.value_width, how.strip, values, None)
 
 
@@ -268,16 +360,17 @@ def _states(
     """All chunks of a row and head, for a block of the values' columns."""
     states, updates, last = out
     row, head, block = (pl.program_id(axis) for axis in range(3))
-    columns, of = _columns(call, how, block), head // (call.value_heads // call.key_heads)
+    columns, of, count = _columns(call, how, block), head // (call.value_heads // call.key_heads), how.limbs
 
     def one(chunk: Any, state: Any) -> Any:
-        at = (row, chunk, head)
-        states[(*at, _ALL, columns)] = state
-        seen = definition.dot(seeing[(*at, _ALL, _ALL)], state, how.precision)
-        update = values[(*at, _ALL, columns)] - seen
-        updates[(*at, _ALL, columns)] = update
-        keys = left[(*at, _ALL)][:, None] * k[row, pl.ds(chunk * call.size, call.size), of, :]
-        return kept[at] * state + definition.dot(keys, update, how.precision, (0, 0))
+        at, limbs = (row, chunk, head), _limbs(state, count)
+        _put(states, (*at, _ALL, columns), limbs)
+        seen = _dot(_take(seeing, (*at, _ALL, _ALL), count), limbs)
+        update = _sum(_take(values, (*at, _ALL, columns), count)) - seen
+        _put(updates, (*at, _ALL, columns), _limbs(update, count))
+        keys = _take(k, (row, pl.ds(chunk * call.size, call.size), of, _ALL), count)
+        changes = _limbs(left[(*at, _ALL)][:, None] * update, count)
+        return _dot(keys, changes, (0, 0), kept[at] * state)
 
     last[row, head, :, columns] = lax.fori_loop(0, call.tokens // call.size, one, start[row, head, :, columns])
 
@@ -285,14 +378,13 @@ def _states(
 def _outputs(q: Any, seen: Any, scores: Any, states: Any, updates: Any, out: Any, *, call: Call, how: How) -> None:
     """The outputs of one chunk."""
     at, tokens, of = _chunk(call)
-    row, _, head = at
-    asked = seen[(*at, _ALL)][:, None] * q[row, tokens, of, :]
-    near = scores[(*at, _ALL, _ALL)]
+    (row, _, head), count = at, how.limbs
+    asked, near = _take(q, (row, tokens, of, _ALL), count), _take(scores, (*at, _ALL, _ALL), count)
 
     def values(strip: Any, _: Any) -> None:
         part = (*at, _ALL, strip)
-        far = definition.dot(asked, states[part], how.precision)
-        out[row, tokens, head, strip] = far + definition.dot(near, updates[part], how.precision)
+        far = seen[(*at, _ALL)][:, None] * _dot(asked, _take(states, part, count))
+        out[row, tokens, head, strip] = _dot(near, _take(updates, part, count), start=far)
 
     _over(call.value_width, how.strip, values, None)
 
@@ -301,93 +393,96 @@ def _slopes(q: Any, k: Any, seen: Any, left: Any, kept: Any, *rest: Any, call: C
     """The gradients of all states and updates of a row and head, for a block of the values' columns."""
     scores, seeing, of_out, of_last, of_states, of_updates, of_start = rest
     row, head, block = (pl.program_id(axis) for axis in range(3))
-    columns, of = _columns(call, how, block), head // (call.value_heads // call.key_heads)
-    dot, chunks = functools.partial(definition.dot, precision=how.precision), call.tokens // call.size
+    columns, of, count = _columns(call, how, block), head // (call.value_heads // call.key_heads), how.limbs
+    chunks = call.tokens // call.size
 
     def one(step: Any, slope: Any) -> Any:
         chunk = chunks - 1 - step
         at, tokens = (row, chunk, head), pl.ds(chunk * call.size, call.size)
-        of_states[(*at, _ALL, columns)] = slope
-        given = of_out[row, tokens, head, columns]
-        keys = left[(*at, _ALL)][:, None] * k[row, tokens, of, :]
-        change = dot(scores[(*at, _ALL, _ALL)], given, axes=(0, 0)) + dot(keys, slope)
-        of_updates[(*at, _ALL, columns)] = change
-        asked = seen[(*at, _ALL)][:, None] * q[row, tokens, of, :]
-        through = dot(asked, given, axes=(0, 0)) - dot(seeing[(*at, _ALL, _ALL)], change, axes=(0, 0))
-        return kept[at] * slope + through
+        whole, limbs = (*at, _ALL, _ALL), _limbs(slope, count)
+        _put(of_states, (*at, _ALL, columns), limbs)
+        given = _take(of_out, (row, tokens, head, columns), count)
+        change = left[(*at, _ALL)][:, None] * _dot(_take(k, (row, tokens, of, _ALL), count), limbs)
+        changes = _limbs(_dot(_take(scores, whole, count), given, (0, 0), change), count)
+        _put(of_updates, (*at, _ALL, columns), changes)
+        asking = _limbs(seen[(*at, _ALL)][:, None] * _sum(given), count)
+        through = _dot(_take(q, (row, tokens, of, _ALL), count), asking, (0, 0), kept[at] * slope)
+        return through - _dot(_take(seeing, whole, count), changes, (0, 0))
 
     of_start[row, head, :, columns] = lax.fori_loop(0, chunks, one, of_last[row, head, :, columns])
 
 
 def _sides(v: Any, beta: Any, *rest: Any, call: Call, how: How) -> None:
     """The gradients of one chunk's links and scores, of what the inverse is multiplied with, and of the values."""
-    parts, (states, updates, of_states, of_updates, of_out), out = Parts(*rest[:7]), rest[7:12], Sides(*rest[12:])
+    decay, near, scores, seeing, values, inverted, states, updates, of_updates, of_out = rest[:10]
     at, tokens, _ = _chunk(call)
-    row, _, head = at
-    dot, whole = functools.partial(definition.dot, precision=how.precision), (*at, _ALL, _ALL)
-    known = parts.inverted[whole]
+    (row, _, head), out, count, whole = at, Sides(*rest[10:]), how.limbs, (*at, _ALL, _ALL)
+    known, strength = _take(inverted, whole, count), beta[row, tokens, head]
 
     def by_values(strip: Any, sums: Any) -> Any:
-        part = (*at, _ALL, strip)
-        side = dot(known, of_updates[part], axes=(0, 0))
-        out.values[row, tokens, head, strip] = beta[row, tokens, head][:, None] * side
-        links = -dot(side, parts.values[part], axes=(1, 1))
-        scores = dot(of_out[row, tokens, head, strip], updates[part], axes=(1, 1))
-        strength = jnp.sum(side * v[row, tokens, head, strip], axis=1)
-        return jax.tree.map(jnp.add, sums, (links, scores, strength, jnp.sum(states[part] * of_states[part])))
+        links, scores, strengths = sums
+        part, place = (*at, _ALL, strip), (row, tokens, head, strip)
+        side = _dot(known, _take(of_updates, part, count), (0, 0))
+        out.values[place] = (strength[:, None] * side).astype(out.values.dtype)
+        links = _dot(_limbs(side, count), _take(values, part, count), (1, 1), links)
+        scores = _dot(_take(of_out, place, count), _take(updates, part, count), (1, 1), scores)
+        return links, scores, strengths + jnp.sum(side * _sum(_take(v, place, count)), axis=1)
+
+    square, vector = jnp.zeros((call.size, call.size), jnp.float32), jnp.zeros(call.size, jnp.float32)
+    links, of_scores, strengths = _over(call.value_width, how.strip, by_values, (square, square, vector))
+    changes = _take(of_updates, whole, count)
 
     def by_keys(strip: Any, links: Any) -> Any:
-        part = (*at, _ALL, strip)
-        of_seeing = -dot(of_updates[whole], states[(*at, strip, _ALL)], axes=(1, 1))
-        out.keys[part] = side = dot(known, of_seeing, axes=(0, 0))
-        return links - dot(side, parts.seeing[part], axes=(1, 1))
+        of_seeing = -_dot(changes, _take(states, (*at, strip, _ALL), count), (1, 1))
+        side = _dot(known, _limbs(of_seeing, count), (0, 0))
+        out.keys[(*at, _ALL, strip)] = side
+        return _dot(_limbs(side, count), _take(seeing, (*at, _ALL, strip), count), (1, 1), links)
 
-    zero = functools.partial(jnp.zeros, dtype=jnp.float32)
-    square, vector = zero((call.size, call.size)), zero(call.size)
-    links, out.scores[whole], out.strength[(*at, _ALL)], out.kept[at] = _over(
-        call.value_width, how.strip, by_values, (square, square, vector, zero(()))
-    )
-    out.links[whole] = _over(call.key_width, how.strip, by_keys, links)
+    links = _over(call.key_width, how.strip, by_keys, links)
+    line, column = (lax.broadcasted_iota(jnp.int32, square.shape, axis) for axis in (0, 1))
+    of_links, decayed, close = jnp.where(line > column, -links, 0.0), decay[whole], near[whole]
+    of_alike = strength[:, None] * of_links * decayed
+    _put(out.asked, whole, _limbs(decayed * of_scores, count))
+    _put(out.alike, whole, _limbs(of_alike + of_alike.T, count))
+    out.strength[(*at, _ALL)] = strengths + jnp.sum(of_links * close, axis=1)
+    # Of g_{j+1} + ... + g_i, then of each of them.
+    of_sums = of_scores * _sum(_take(scores, whole, count)) + strength[:, None] * of_links * close
+    upto = jnp.where(line >= column, 1.0, 0.0)
+    of_later = _dot(_limbs(upto, 1), _limbs(of_sums, count), (0, 0))
+    out.decay[(*at, _ALL)] = jnp.sum(jnp.where(line > column, of_later, 0.0), axis=1)
 
 
-def _gradients(segments: Any, owners: Any, q: Any, k: Any, g: Any, beta: Any, *rest: Any, call: Call, how: How) -> None:
+def _gradients(q: Any, k: Any, seen: Any, left: Any, beta: Any, *rest: Any, call: Call, how: How) -> None:
     """The gradients of one chunk's queries, keys, decays and strengths."""
     sides, (states, updates, of_states, of_out) = Sides(None, *rest[:5]), rest[5:9]
     of_q, of_k, of_g, of_beta = rest[9:]
     at, tokens, of = _chunk(call)
-    row, chunk, head = at
-    dot, strength = functools.partial(definition.dot, precision=how.precision), beta[row, tokens, head]
-    line, column = (lax.broadcasted_iota(jnp.int32, (call.size, call.size), axis) for axis in (0, 1))
-    decay, seen = definition.decays(g[row, tokens, head], segments[row, tokens], owners[row, chunk], how.precision)
-    asked, alike = _products(q, k, row, tokens, of, how.strip, how.precision)
-    of_scores, of_links = sides.scores[(*at, _ALL, _ALL)], sides.links[(*at, _ALL, _ALL)]
-    of_near = jnp.where(line > column, decay * of_links, 0.0)  # of beta_i <k_i, k_j>
-    by_strength = jnp.sum(of_near * alike, axis=1)
-    of_asked, of_alike = decay * of_scores, strength[:, None] * of_near
-    # Of g_{j+1} + ... + g_i, then of each of them.
-    of_sums = of_asked * asked + of_alike * alike
-    of_later = dot(jnp.where(line >= column, 1.0, 0.0), of_sums, axes=(0, 0))
-    by_decay = jnp.sum(jnp.where(line > column, of_later, 0.0), axis=1)
-    left = jnp.sum(jnp.where(line == call.size - 1, decay, 0.0), axis=0)
+    (row, _, head), count, whole = at, how.limbs, (*at, _ALL, _ALL)
+    strength, saw, share = beta[row, tokens, head], seen[(*at, _ALL)], left[(*at, _ALL)]
+    given, changes = _take(of_out, (row, tokens, head, _ALL), count), _take(updates, whole, count)
+    asked, alike = _take(sides.asked, whole, count), _take(sides.alike, whole, count)
 
     def by_keys(strip: Any, sums: Any) -> Any:
-        part, keys = (*at, strip, _ALL), k[row, tokens, of, strip]
-        far = dot(of_out[row, tokens, head, :], states[part], axes=(1, 1))
-        of_q[row, tokens, head, strip] = seen[:, None] * far + dot(of_asked, keys)
-        last = dot(updates[(*at, _ALL, _ALL)], of_states[part], axes=(1, 1))
-        side = sides.keys[(*at, _ALL, strip)]
-        through = (
-            dot(of_asked, q[row, tokens, of, strip], axes=(0, 0))
-            + dot(of_alike, keys)
-            + dot(of_alike, keys, axes=(0, 0))
+        part, place = (*at, strip, _ALL), (row, tokens, of, strip)
+        queries, keys = _take(q, place, count), _take(k, place, count)
+        before, after = _take(states, part, count), _take(of_states, part, count)
+        far = _dot(given, before, (1, 1))
+        of_q[row, tokens, head, strip] = _dot(asked, keys, start=saw[:, None] * far).astype(of_q.dtype)
+        last, side = _dot(changes, after, (1, 1)), sides.keys[(*at, _ALL, strip)]
+        through = share[:, None] * last + (strength * saw)[:, None] * side
+        through = _dot(alike, keys, start=_dot(asked, queries, (0, 0), through))
+        of_k[row, tokens, head, strip] = through.astype(of_k.dtype)
+        pairs = ((far, _sum(queries)), (last, _sum(keys)), (side, _sum(keys)))
+        *found, kept = sums
+        return *(x + jnp.sum(a * b, axis=1) for x, (a, b) in zip(found, pairs)), kept + jnp.sum(
+            _sum(before) * _sum(after)
         )
-        of_k[row, tokens, head, strip] = left[:, None] * last + (strength * seen)[:, None] * side + through
-        of_asking = jnp.sum(far * q[row, tokens, of, strip], axis=1)
-        return jax.tree.map(jnp.add, sums, (of_asking, jnp.sum(last * keys, axis=1), jnp.sum(side * keys, axis=1)))
 
-    of_seen, of_left, side = _over(call.key_width, how.strip, by_keys, (jnp.zeros(call.size, jnp.float32),) * 3)
-    of_beta[row, tokens, head] = by_strength + sides.strength[(*at, _ALL)] + seen * side
-    of_seen += strength * side + jnp.where(lax.iota(jnp.int32, call.size) == call.size - 1, sides.kept[at], 0.0)
-    by_seen = jnp.sum(jnp.where(line >= column, (of_seen * seen)[:, None], 0.0), axis=0)
-    by_left = jnp.sum(jnp.where(line > column, (of_left * left)[None, :], 0.0), axis=1)
-    of_g[row, tokens, head] = by_decay + by_seen + by_left
+    vector = jnp.zeros(call.size, jnp.float32)
+    of_seen, of_left, side, of_kept = _over(call.key_width, how.strip, by_keys, (vector,) * 3 + (jnp.float32(0),))
+    of_beta[row, tokens, head] = sides.strength[(*at, _ALL)] + saw * side
+    line, column = (lax.broadcasted_iota(jnp.int32, (call.size, call.size), axis) for axis in (0, 1))
+    of_seen += strength * side + jnp.where(lax.iota(jnp.int32, call.size) == call.size - 1, of_kept, 0.0)
+    by_seen = jnp.sum(jnp.where(line >= column, (of_seen * saw)[:, None], 0.0), axis=0)
+    by_left = jnp.sum(jnp.where(line > column, (of_left * share)[None, :], 0.0), axis=1)
+    of_g[row, tokens, head] = sides.decay[(*at, _ALL)] + by_seen + by_left

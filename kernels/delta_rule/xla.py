@@ -37,8 +37,8 @@ def rule(
     def by_key(x: jax.Array, axis: int) -> jax.Array:
         return x.reshape(*x.shape[:axis], heads, -1, *x.shape[axis + 1 :])
 
-    q, k = (split(x) for x in tokens[:2])
-    v, g, beta = (by_key(split(x), 2) for x in tokens[2:])
+    q, k, *rest = (split(x.astype(jnp.float32)) for x in tokens)
+    v, g, beta = (by_key(x, 2) for x in rest)
     apart = segments.reshape(rows, -1, size)
     places = jnp.moveaxis(apart, 1, 0), jnp.moveaxis(definition.owners(segments, size), 1, 0)
     found, changes = _each(_local, (None, None, 0, 0, 0, None, None), (0, 0, 0, 0, 0, None, None), 2)(
@@ -62,8 +62,8 @@ def _local(
     q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array, segments: jax.Array, owner: jax.Array
 ) -> tuple[definition.Links, tuple[jax.Array, ...]]:
     """Computes a chunk's parts without a state: its links, W, V, and the keys with their weights in the state after the chunk."""
-    found = definition.links(dot(q, k, axes=(1, 1)), dot(k, k, axes=(1, 1)), g, beta, segments, owner, PRECISION)
-    inverted = jax.lax.stop_gradient(definition.inverse(found.links, PRECISION))
+    found = definition.links(dot(q, k, axes=(1, 1)), dot(k, k, axes=(1, 1)), g, beta, segments, owner, dot)
+    inverted = jax.lax.stop_gradient(definition.inverse(found.links, dot))
     sides = ((beta * found.seen)[:, None] * k, beta[:, None] * v)
     changes = (definition.solved(found.links, inverted, side, PRECISION) for side in sides)
     return found, (*changes, found.left[:, None] * k)

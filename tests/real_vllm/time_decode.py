@@ -27,6 +27,10 @@ given = json.loads(sys.argv[1])
 if given["dense"]:
     from vllm.model_executor.models.qwen3_next import Qwen3NextForCausalLM
     Qwen3NextForCausalLM.set_moe_parameters = lambda self: None
+    # With as many heads of keys as of values, its strengths and rates are views that its kernel of one token refuses.
+    from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn as layer
+    one = layer.fused_recurrent_gated_delta_rule_packed_decode
+    layer.fused_recurrent_gated_delta_rule_packed_decode = lambda *, a, b, **more: one(a=a.contiguous(), b=b.contiguous(), **more)
 llm = LLM(model=given["folder"], load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=given["length"],
           max_num_seqs=given["slots"], generation_config="vllm", gpu_memory_utilization=given["memory"], **given["options"])
 settings = SamplingParams(n=given["group"], max_tokens=given["tokens"], temperature=1.0, ignore_eos=True, detokenize=False)
