@@ -1,11 +1,11 @@
 """Checks and measures the gated delta rule on a GPU: against float64 token by token, then its time at the shape of a 2B hybrid.
 
-    PYTHONPATH=. python tests/gpu_delta.py [--only=check,time,parts] [--how=columns=64,over=8:2 ...]
+    PYTHONPATH=. python tests/gpu_delta.py [--only=check,time,parts] [--how=states=32,sides=64:4:2 ...]
 
 prints a JSON line a row. `check` takes a row of 4096 tokens in five segments, 16 heads with states of 128 x 128, keys at random and keys
 that are nearly alike, in float32 and bfloat16, and prints the relative norms of the errors of outputs, last state and gradients, and whether
 a second call gives the same bits. `time` takes 8 such rows in bfloat16, forward, and forward and backward; `parts` each kernel of the Triton
-backend. Each --how adds other sizes of its kernels, a kernel's warps and stages by its name; `parts` takes those that differ from the first.
+backend. Each --how adds other sizes of its kernels, columns, warps and stages by a kernel's name; `parts` takes those that differ from the first.
 A row that fails says how, and the next one runs; exits 1 where a value is wrong or a call fails.
 """
 
@@ -90,11 +90,9 @@ def exact(tokens: Any, segments: Any, state: Any) -> Any:
 
 
 def how_of(text: str) -> triton.How:
-    """The sizes of "columns=64,over=8,sides=4:2"."""
+    """The sizes of "states=32,sides=64:4:2"."""
     items = dict(item.split("=") for item in text.split(",") if item)
-    whole = {n: int(items.pop(n)) for n in ("columns", "strip", "limbs") if n in items}
-    sizes = {part: tuple(int(x) for x in (*size.split(":"), 1)[:2]) for part, size in items.items()}
-    return triton.How(**whole, **sizes)
+    return triton.How(**{name: triton.Size(*map(int, size.split(":"))) for name, size in items.items()})
 
 
 def call_of(rows: int) -> api.Call:
@@ -178,21 +176,21 @@ def parts(texts: list[str]) -> None:
     *of_run, _ = jax.jit(lambda *args: triton.slopes(call, first, *args))(taken, found, of_out, state)
     every, dtype = (*run, *of_run, of_out), tokens[0].dtype
     sides = jax.jit(lambda *args: triton.sides(call, first, *args, dtype))(taken, found, every)
-    kernels: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
-        "local": ("local strip", lambda how, *args: triton.local(call, how, *args), (taken, places)),
-        "states": ("over columns", lambda how, *args: triton.states(call, how, *args), (taken[1], found, state)),
-        "outputs": ("outputs strip", lambda how, *args: triton.outputs(call, how, *args), (taken[0], found, run)),
-        "slopes": ("over columns", lambda how, *args: triton.slopes(call, how, *args), (taken, found, of_out, state)),
-        "sides": ("sides strip", lambda how, *args: triton.sides(call, how, *args, dtype), (taken, found, every)),
+    kernels: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+        "local": (lambda how, *args: triton.local(call, how, *args), (taken, places)),
+        "states": (lambda how, *args: triton.states(call, how, *args), (taken[1], found, state)),
+        "outputs": (lambda how, *args: triton.outputs(call, how, *args), (taken[0], found, run)),
+        "slopes": (lambda how, *args: triton.slopes(call, how, *args), (taken, found, of_out, state)),
+        "sides": (lambda how, *args: triton.sides(call, how, *args, dtype), (taken, found, every)),
         "gradients": (
-            "gradients strip", lambda how, *args: triton.gradients(call, how, *args, dtype), (taken, found, sides, every)
+            lambda how, *args: triton.gradients(call, how, *args, dtype), (taken, found, sides, every)
         ),
     }  # fmt: skip
     calls = []
     for text in texts:
         how = how_of(text)
-        for name, (sizes, kernel, args) in kernels.items():
-            if text == texts[0] or any(getattr(how, size) != getattr(first, size) for size in sizes.split()):
+        for name, (kernel, args) in kernels.items():
+            if text == texts[0] or getattr(how, name) != getattr(first, name):
                 calls.append((f"{name}, {text}", functools.partial(kernel, how), args))
     all_measured(calls)
 

@@ -32,28 +32,35 @@ _LIMB = jnp.bfloat16
 Limbs = tuple[jax.Array, ...]
 
 
+class Size(NamedTuple):
+    """How a kernel runs.
+
+    Attributes:
+      wide: columns of a step of its loops, or of the values' width of a program of `_states` and `_slopes`.
+      warps: of a program.
+      stages: of its loops' loads.
+    """
+
+    wide: int
+    warps: int = 4
+    stages: int = 1
+
+
 class How(NamedTuple):
     """How the kernels run.
 
     Attributes:
-      columns: of the values' width, of one program of `_states` and `_slopes`.
-      strip: columns of a step of the others' loops.
-      local: warps and stages of `_local`.
-      over: those of `_states` and `_slopes`.
-      outputs: those of `_outputs`.
-      sides: those of `_sides`.
-      gradients: those of `_gradients`.
+      local: size of the kernel of that name, and so on.
       limbs: of a float32 number; two have an error of about 2^-17 of the number, three of 2^-24.
       interpret: runs the kernels by Pallas's interpreter.
     """
 
-    columns: int = 32
-    strip: int = 32
-    local: tuple[int, int] = (4, 1)
-    over: tuple[int, int] = (4, 1)
-    outputs: tuple[int, int] = (4, 1)
-    sides: tuple[int, int] = (4, 1)
-    gradients: tuple[int, int] = (4, 1)
+    local: Size = Size(64)
+    states: Size = Size(64)
+    outputs: Size = Size(64)
+    slopes: Size = Size(64, 8, 2)
+    sides: Size = Size(64)
+    gradients: Size = Size(32, 4, 2)
     limbs: int = 2
     interpret: bool = False
 
@@ -169,13 +176,15 @@ def _whole(x: jax.Array, count: int) -> jax.Array:
 # -- calls of the kernels ----------------------------------------------------------------------------------------------
 
 
-def _call(body: Any, call: Call, how: How, shapes: Any, grid: tuple[int, ...], size: tuple[int, int]) -> Any:
-    """Returns a kernel with outputs of `shapes`."""
+def _call(body: Any, call: Call, how: How, shapes: Any, size: Size, blocks: bool = False) -> Any:
+    """Returns a kernel with outputs of `shapes`, of a program for each chunk, row and head, or each row, head and block of the values' columns."""
+    wide = min(size.wide, call.value_width)
+    grid = (call.rows, call.value_heads, call.value_width // wide) if blocks else _each(call)
     return pl.pallas_call(
-        functools.partial(body, call=call, how=how),
+        functools.partial(body, call=call, limbs=how.limbs, wide=size.wide),
         out_shape=tuple(shapes),
         grid=grid,
-        compiler_params=triton.CompilerParams(num_warps=size[0], num_stages=size[1]),
+        compiler_params=triton.CompilerParams(num_warps=size.warps, num_stages=size.stages),
         interpret=how.interpret,
         name=body.__name__.strip("_") + "_delta_rule",
     )
@@ -193,10 +202,6 @@ def _each(call: Call) -> tuple[int, int, int]:
     return call.rows, call.tokens // call.size, call.value_heads
 
 
-def _blocks(call: Call, how: How) -> tuple[int, int, int]:
-    return call.rows, call.value_heads, call.value_width // min(how.columns, call.value_width)
-
-
 def local(call: Call, how: How, tokens: Any, places: Any) -> Parts:
     """Computes what needs no state."""
     each, size = _each(call), call.size
@@ -204,21 +209,21 @@ def local(call: Call, how: How, tokens: Any, places: Any) -> Parts:
         *(_f32(*each, *width) for width in ((size,), (size,), (), (size, size), (size, size))),
         *(_in_limbs(how, *each, size, width) for width in (size, call.key_width, call.value_width, size)),
     )
-    return Parts(*_call(_local, call, how, shapes, each, how.local)(*places, *tokens))
+    return Parts(*_call(_local, call, how, shapes, how.local)(*places, *tokens))
 
 
 def states(call: Call, how: How, k: Any, parts: Parts, start: Any) -> Any:
     """Computes the state before each chunk [limbs, B, chunks, Hv, dk, dv], its updates [limbs, B, chunks, Hv, c, dv], and the last state."""
     each = _each(call)
     wide = (_in_limbs(how, *each, width, call.value_width) for width in (call.key_width, call.size))
-    kernel = _call(_states, call, how, (*wide, _f32(*start.shape)), _blocks(call, how), how.over)
+    kernel = _call(_states, call, how, (*wide, _f32(*start.shape)), how.states, True)
     return kernel(k, parts.left, parts.kept, parts.seeing, parts.values, start)
 
 
 def outputs(call: Call, how: How, q: Any, parts: Parts, run: Any) -> Any:
     """Computes the outputs [B, T, Hv, dv]."""
     shape = _f32(call.rows, call.tokens, call.value_heads, call.value_width)
-    (out,) = _call(_outputs, call, how, [shape], _each(call), how.outputs)(q, parts.seen, parts.scores, *run)
+    (out,) = _call(_outputs, call, how, [shape], how.outputs)(q, parts.seen, parts.scores, *run)
     return out
 
 
@@ -226,7 +231,7 @@ def slopes(call: Call, how: How, tokens: Any, parts: Parts, of_out: Any, of_last
     """Computes the gradients of the state after each chunk [limbs, B, chunks, Hv, dk, dv], of its updates, and of the first state."""
     (q, k, *_), each = tokens, _each(call)
     wide = (_in_limbs(how, *each, width, call.value_width) for width in (call.key_width, call.size))
-    kernel = _call(_slopes, call, how, (*wide, _f32(*of_last.shape)), _blocks(call, how), how.over)
+    kernel = _call(_slopes, call, how, (*wide, _f32(*of_last.shape)), how.slopes, True)
     return kernel(q, k, parts.seen, parts.left, parts.kept, parts.scores, parts.seeing, of_out, of_last)
 
 
@@ -238,7 +243,7 @@ def sides(call: Call, how: How, tokens: Any, parts: Parts, run: Any, dtype: Any)
         jax.ShapeDtypeStruct(v.shape[1:], dtype), _f32(*each, size, call.key_width), square, square,
         _f32(*each, size), _f32(*each, size),
     )  # fmt: skip
-    kernel = _call(_sides, call, how, shapes, each, how.sides)
+    kernel = _call(_sides, call, how, shapes, how.sides)
     return Sides(*kernel(v, beta, *parts[3:], before, updates, of_updates, of_out))
 
 
@@ -249,7 +254,7 @@ def gradients(
     (q, k, _, g, beta), (before, updates, of_states, _, of_out) = tokens, run
     shared = call.value_heads > call.key_heads
     wide = jax.ShapeDtypeStruct((*g.shape, call.key_width), jnp.float32 if shared else dtype)
-    kernel = _call(_gradients, call, how, (wide, wide, g, beta), _each(call), how.gradients)
+    kernel = _call(_gradients, call, how, (wide, wide, g, beta), how.gradients)
     of_q, of_k, *rest = kernel(q, k, parts.seen, parts.left, beta, *found[1:], before, updates, of_states, of_out)
     if shared:  # every value head gave gradients of the query and key head that it reads
         of_q, of_k = (x.reshape(*k.shape[1:4], -1, x.shape[-1]).sum(axis=3).astype(dtype) for x in (of_q, of_k))
@@ -265,8 +270,8 @@ def _chunk(call: Call) -> tuple[Any, Any, Any]:
     return (row, chunk, head), pl.ds(chunk * call.size, call.size), head // (call.value_heads // call.key_heads)
 
 
-def _columns(call: Call, how: How, block: Any) -> Any:
-    wide = min(how.columns, call.value_width)
+def _columns(call: Call, wide: int, block: Any) -> Any:
+    wide = min(wide, call.value_width)
     return pl.ds(block * wide, wide)
 
 
@@ -312,160 +317,162 @@ def _dot(a: Limbs, b: Limbs, axes: tuple[int, int] = (1, 0), start: jax.Array | 
 
 
 def _local(
-    segments: Any, owners: Any, q: Any, k: Any, v: Any, g: Any, beta: Any, *out: Any, call: Call, how: How
+    segments: Any, owners: Any, q: Any, k: Any, v: Any, g: Any, beta: Any, *out: Any, call: Call, limbs: int, wide: int
 ) -> None:
     """Decays, links, inverse, W and V of one chunk."""
     at, tokens, of = _chunk(call)
-    (row, chunk, head), parts, count = at, Parts(*out), how.limbs
+    (row, chunk, head), parts = at, Parts(*out)
     strength, whole = beta[row, tokens, head], (*at, _ALL, _ALL)
 
     def products(strip: Any, sums: Any) -> Any:
-        queries, keys = (_take(x, (row, tokens, of, strip), count) for x in (q, k))
+        queries, keys = (_take(x, (row, tokens, of, strip), limbs) for x in (q, k))
         return _dot(queries, keys, (1, 1), sums[0]), _dot(keys, keys, (1, 1), sums[1])
 
     zero = jnp.zeros((call.size, call.size), jnp.float32)
-    asked, alike = _over(call.key_width, how.strip, products, (zero, zero))
+    asked, alike = _over(call.key_width, wide, products, (zero, zero))
     line, column = (lax.broadcasted_iota(jnp.int32, zero.shape, axis) for axis in (0, 1))
     decay, seen = definition.decays(
         g[row, tokens, head],
         segments[row, tokens],
         owners[row, chunk],
-        lambda a, b: _dot(_limbs(a, 1), _limbs(b, count)),
+        lambda a, b: _dot(_limbs(a, 1), _limbs(b, limbs)),
     )
     near = jnp.where(line > column, decay * alike, 0.0)
-    known = definition.inverse(strength[:, None] * near, lambda a, b: _dot(_limbs(a, count), _limbs(b, count)))
+    known = definition.inverse(strength[:, None] * near, lambda a, b: _dot(_limbs(a, limbs), _limbs(b, limbs)))
     parts.seen[(*at, _ALL)] = seen
     parts.left[(*at, _ALL)] = jnp.sum(jnp.where(line == call.size - 1, decay, 0.0), axis=0)
     parts.kept[at] = jnp.sum(jnp.where(lax.iota(jnp.int32, call.size) == call.size - 1, seen, 0.0))
     parts.decay[whole], parts.near[whole] = decay, near
-    _put(parts.scores, whole, _limbs(decay * asked, count))
-    _put(parts.inverted, whole, _limbs(known, count))
-    by_keys, by_values = (_limbs(known * x[None, :], count) for x in (strength * seen, strength))
+    _put(parts.scores, whole, _limbs(decay * asked, limbs))
+    _put(parts.inverted, whole, _limbs(known, limbs))
+    by_keys, by_values = (_limbs(known * x[None, :], limbs) for x in (strength * seen, strength))
 
     def seeing(strip: Any, _: Any) -> None:
-        found = _dot(by_keys, _take(k, (row, tokens, of, strip), count))
-        _put(parts.seeing, (*at, _ALL, strip), _limbs(found, count))
+        found = _dot(by_keys, _take(k, (row, tokens, of, strip), limbs))
+        _put(parts.seeing, (*at, _ALL, strip), _limbs(found, limbs))
 
     def values(strip: Any, _: Any) -> None:
-        found = _dot(by_values, _take(v, (row, tokens, head, strip), count))
-        _put(parts.values, (*at, _ALL, strip), _limbs(found, count))
+        found = _dot(by_values, _take(v, (row, tokens, head, strip), limbs))
+        _put(parts.values, (*at, _ALL, strip), _limbs(found, limbs))
 
-    _over(call.key_width, how.strip, seeing, None)
-    _over(call.value_width, how.strip, values, None)
+    _over(call.key_width, wide, seeing, None)
+    _over(call.value_width, wide, values, None)
 
 
 def _states(
-    k: Any, left: Any, kept: Any, seeing: Any, values: Any, start: Any, *out: Any, call: Call, how: How
+    k: Any, left: Any, kept: Any, seeing: Any, values: Any, start: Any, *out: Any, call: Call, limbs: int, wide: int
 ) -> None:
     """All chunks of a row and head, for a block of the values' columns."""
     states, updates, last = out
     row, head, block = (pl.program_id(axis) for axis in range(3))
-    columns, of, count = _columns(call, how, block), head // (call.value_heads // call.key_heads), how.limbs
+    columns, of = _columns(call, wide, block), head // (call.value_heads // call.key_heads)
 
     def one(chunk: Any, state: Any) -> Any:
-        at, limbs = (row, chunk, head), _limbs(state, count)
-        _put(states, (*at, _ALL, columns), limbs)
-        seen = _dot(_take(seeing, (*at, _ALL, _ALL), count), limbs)
-        update = _sum(_take(values, (*at, _ALL, columns), count)) - seen
-        _put(updates, (*at, _ALL, columns), _limbs(update, count))
-        keys = _take(k, (row, pl.ds(chunk * call.size, call.size), of, _ALL), count)
-        changes = _limbs(left[(*at, _ALL)][:, None] * update, count)
+        at, numbers = (row, chunk, head), _limbs(state, limbs)
+        _put(states, (*at, _ALL, columns), numbers)
+        seen = _dot(_take(seeing, (*at, _ALL, _ALL), limbs), numbers)
+        update = _sum(_take(values, (*at, _ALL, columns), limbs)) - seen
+        _put(updates, (*at, _ALL, columns), _limbs(update, limbs))
+        keys = _take(k, (row, pl.ds(chunk * call.size, call.size), of, _ALL), limbs)
+        changes = _limbs(left[(*at, _ALL)][:, None] * update, limbs)
         return _dot(keys, changes, (0, 0), kept[at] * state)
 
     last[row, head, :, columns] = lax.fori_loop(0, call.tokens // call.size, one, start[row, head, :, columns])
 
 
-def _outputs(q: Any, seen: Any, scores: Any, states: Any, updates: Any, out: Any, *, call: Call, how: How) -> None:
+def _outputs(
+    q: Any, seen: Any, scores: Any, states: Any, updates: Any, out: Any, *, call: Call, limbs: int, wide: int
+) -> None:
     """The outputs of one chunk."""
     at, tokens, of = _chunk(call)
-    (row, _, head), count = at, how.limbs
-    asked, near = _take(q, (row, tokens, of, _ALL), count), _take(scores, (*at, _ALL, _ALL), count)
+    row, _, head = at
+    asked, near = _take(q, (row, tokens, of, _ALL), limbs), _take(scores, (*at, _ALL, _ALL), limbs)
 
     def values(strip: Any, _: Any) -> None:
         part = (*at, _ALL, strip)
-        far = seen[(*at, _ALL)][:, None] * _dot(asked, _take(states, part, count))
-        out[row, tokens, head, strip] = _dot(near, _take(updates, part, count), start=far)
+        far = seen[(*at, _ALL)][:, None] * _dot(asked, _take(states, part, limbs))
+        out[row, tokens, head, strip] = _dot(near, _take(updates, part, limbs), start=far)
 
-    _over(call.value_width, how.strip, values, None)
+    _over(call.value_width, wide, values, None)
 
 
-def _slopes(q: Any, k: Any, seen: Any, left: Any, kept: Any, *rest: Any, call: Call, how: How) -> None:
+def _slopes(q: Any, k: Any, seen: Any, left: Any, kept: Any, *rest: Any, call: Call, limbs: int, wide: int) -> None:
     """The gradients of all states and updates of a row and head, for a block of the values' columns."""
     scores, seeing, of_out, of_last, of_states, of_updates, of_start = rest
     row, head, block = (pl.program_id(axis) for axis in range(3))
-    columns, of, count = _columns(call, how, block), head // (call.value_heads // call.key_heads), how.limbs
+    columns, of = _columns(call, wide, block), head // (call.value_heads // call.key_heads)
     chunks = call.tokens // call.size
 
     def one(step: Any, slope: Any) -> Any:
         chunk = chunks - 1 - step
         at, tokens = (row, chunk, head), pl.ds(chunk * call.size, call.size)
-        whole, limbs = (*at, _ALL, _ALL), _limbs(slope, count)
-        _put(of_states, (*at, _ALL, columns), limbs)
-        given = _take(of_out, (row, tokens, head, columns), count)
-        change = left[(*at, _ALL)][:, None] * _dot(_take(k, (row, tokens, of, _ALL), count), limbs)
-        changes = _limbs(_dot(_take(scores, whole, count), given, (0, 0), change), count)
+        whole, numbers = (*at, _ALL, _ALL), _limbs(slope, limbs)
+        _put(of_states, (*at, _ALL, columns), numbers)
+        given = _take(of_out, (row, tokens, head, columns), limbs)
+        change = left[(*at, _ALL)][:, None] * _dot(_take(k, (row, tokens, of, _ALL), limbs), numbers)
+        changes = _limbs(_dot(_take(scores, whole, limbs), given, (0, 0), change), limbs)
         _put(of_updates, (*at, _ALL, columns), changes)
-        asking = _limbs(seen[(*at, _ALL)][:, None] * _sum(given), count)
-        through = _dot(_take(q, (row, tokens, of, _ALL), count), asking, (0, 0), kept[at] * slope)
-        return through - _dot(_take(seeing, whole, count), changes, (0, 0))
+        asking = _limbs(seen[(*at, _ALL)][:, None] * _sum(given), limbs)
+        through = _dot(_take(q, (row, tokens, of, _ALL), limbs), asking, (0, 0), kept[at] * slope)
+        return through - _dot(_take(seeing, whole, limbs), changes, (0, 0))
 
     of_start[row, head, :, columns] = lax.fori_loop(0, chunks, one, of_last[row, head, :, columns])
 
 
-def _sides(v: Any, beta: Any, *rest: Any, call: Call, how: How) -> None:
+def _sides(v: Any, beta: Any, *rest: Any, call: Call, limbs: int, wide: int) -> None:
     """The gradients of one chunk's links and scores, of what the inverse is multiplied with, and of the values."""
     decay, near, scores, seeing, values, inverted, states, updates, of_updates, of_out = rest[:10]
     at, tokens, _ = _chunk(call)
-    (row, _, head), out, count, whole = at, Sides(*rest[10:]), how.limbs, (*at, _ALL, _ALL)
-    known, strength = _take(inverted, whole, count), beta[row, tokens, head]
+    (row, _, head), out, whole = at, Sides(*rest[10:]), (*at, _ALL, _ALL)
+    known, strength = _take(inverted, whole, limbs), beta[row, tokens, head]
 
     def by_values(strip: Any, sums: Any) -> Any:
         links, scores, strengths = sums
         part, place = (*at, _ALL, strip), (row, tokens, head, strip)
-        side = _dot(known, _take(of_updates, part, count), (0, 0))
+        side = _dot(known, _take(of_updates, part, limbs), (0, 0))
         out.values[place] = (strength[:, None] * side).astype(out.values.dtype)
-        links = _dot(_limbs(side, count), _take(values, part, count), (1, 1), links)
-        scores = _dot(_take(of_out, place, count), _take(updates, part, count), (1, 1), scores)
-        return links, scores, strengths + jnp.sum(side * _sum(_take(v, place, count)), axis=1)
+        links = _dot(_limbs(side, limbs), _take(values, part, limbs), (1, 1), links)
+        scores = _dot(_take(of_out, place, limbs), _take(updates, part, limbs), (1, 1), scores)
+        return links, scores, strengths + jnp.sum(side * _sum(_take(v, place, limbs)), axis=1)
 
     square, vector = jnp.zeros((call.size, call.size), jnp.float32), jnp.zeros(call.size, jnp.float32)
-    links, of_scores, strengths = _over(call.value_width, how.strip, by_values, (square, square, vector))
-    changes = _take(of_updates, whole, count)
+    links, of_scores, strengths = _over(call.value_width, wide, by_values, (square, square, vector))
+    changes = _take(of_updates, whole, limbs)
 
     def by_keys(strip: Any, links: Any) -> Any:
-        of_seeing = -_dot(changes, _take(states, (*at, strip, _ALL), count), (1, 1))
-        side = _dot(known, _limbs(of_seeing, count), (0, 0))
+        of_seeing = -_dot(changes, _take(states, (*at, strip, _ALL), limbs), (1, 1))
+        side = _dot(known, _limbs(of_seeing, limbs), (0, 0))
         out.keys[(*at, _ALL, strip)] = side
-        return _dot(_limbs(side, count), _take(seeing, (*at, _ALL, strip), count), (1, 1), links)
+        return _dot(_limbs(side, limbs), _take(seeing, (*at, _ALL, strip), limbs), (1, 1), links)
 
-    links = _over(call.key_width, how.strip, by_keys, links)
+    links = _over(call.key_width, wide, by_keys, links)
     line, column = (lax.broadcasted_iota(jnp.int32, square.shape, axis) for axis in (0, 1))
     of_links, decayed, close = jnp.where(line > column, -links, 0.0), decay[whole], near[whole]
     of_alike = strength[:, None] * of_links * decayed
-    _put(out.asked, whole, _limbs(decayed * of_scores, count))
-    _put(out.alike, whole, _limbs(of_alike + of_alike.T, count))
+    _put(out.asked, whole, _limbs(decayed * of_scores, limbs))
+    _put(out.alike, whole, _limbs(of_alike + of_alike.T, limbs))
     out.strength[(*at, _ALL)] = strengths + jnp.sum(of_links * close, axis=1)
     # Of g_{j+1} + ... + g_i, then of each of them.
-    of_sums = of_scores * _sum(_take(scores, whole, count)) + strength[:, None] * of_links * close
+    of_sums = of_scores * _sum(_take(scores, whole, limbs)) + strength[:, None] * of_links * close
     upto = jnp.where(line >= column, 1.0, 0.0)
-    of_later = _dot(_limbs(upto, 1), _limbs(of_sums, count), (0, 0))
+    of_later = _dot(_limbs(upto, 1), _limbs(of_sums, limbs), (0, 0))
     out.decay[(*at, _ALL)] = jnp.sum(jnp.where(line > column, of_later, 0.0), axis=1)
 
 
-def _gradients(q: Any, k: Any, seen: Any, left: Any, beta: Any, *rest: Any, call: Call, how: How) -> None:
+def _gradients(q: Any, k: Any, seen: Any, left: Any, beta: Any, *rest: Any, call: Call, limbs: int, wide: int) -> None:
     """The gradients of one chunk's queries, keys, decays and strengths."""
     sides, (states, updates, of_states, of_out) = Sides(None, *rest[:5]), rest[5:9]
     of_q, of_k, of_g, of_beta = rest[9:]
     at, tokens, of = _chunk(call)
-    (row, _, head), count, whole = at, how.limbs, (*at, _ALL, _ALL)
+    (row, _, head), whole = at, (*at, _ALL, _ALL)
     strength, saw, share = beta[row, tokens, head], seen[(*at, _ALL)], left[(*at, _ALL)]
-    given, changes = _take(of_out, (row, tokens, head, _ALL), count), _take(updates, whole, count)
-    asked, alike = _take(sides.asked, whole, count), _take(sides.alike, whole, count)
+    given, changes = _take(of_out, (row, tokens, head, _ALL), limbs), _take(updates, whole, limbs)
+    asked, alike = _take(sides.asked, whole, limbs), _take(sides.alike, whole, limbs)
 
     def by_keys(strip: Any, sums: Any) -> Any:
         part, place = (*at, strip, _ALL), (row, tokens, of, strip)
-        queries, keys = _take(q, place, count), _take(k, place, count)
-        before, after = _take(states, part, count), _take(of_states, part, count)
+        queries, keys = _take(q, place, limbs), _take(k, place, limbs)
+        before, after = _take(states, part, limbs), _take(of_states, part, limbs)
         far = _dot(given, before, (1, 1))
         of_q[row, tokens, head, strip] = _dot(asked, keys, start=saw[:, None] * far).astype(of_q.dtype)
         last, side = _dot(changes, after, (1, 1)), sides.keys[(*at, _ALL, strip)]
@@ -479,7 +486,7 @@ def _gradients(q: Any, k: Any, seen: Any, left: Any, beta: Any, *rest: Any, call
         )
 
     vector = jnp.zeros(call.size, jnp.float32)
-    of_seen, of_left, side, of_kept = _over(call.key_width, how.strip, by_keys, (vector,) * 3 + (jnp.float32(0),))
+    of_seen, of_left, side, of_kept = _over(call.key_width, wide, by_keys, (vector,) * 3 + (jnp.float32(0),))
     of_beta[row, tokens, head] = sides.strength[(*at, _ALL)] + saw * side
     line, column = (lax.broadcasted_iota(jnp.int32, (call.size, call.size), axis) for axis in (0, 1))
     of_seen += strength * side + jnp.where(lax.iota(jnp.int32, call.size) == call.size - 1, of_kept, 0.0)

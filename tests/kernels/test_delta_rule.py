@@ -86,7 +86,7 @@ def in_float32(*values):
     return tuple(jnp.asarray(x, jnp.float32) for x in values)
 
 
-INTERPRETED = triton.How(columns=4, strip=4, limbs=3, interpret=True)
+INTERPRETED = triton.How(*[triton.Size(4)] * 6, limbs=3, interpret=True)
 
 
 @pytest.fixture(params=["xla", "triton"])

@@ -19,6 +19,10 @@ from pathlib import Path
 from typing import Any
 
 GROUP, PROMPT, TOKENS = 8, 128, 512
+HYBRID = {
+    "mamba_ssm_cache_dtype": "float32",
+    "additional_config": {"gdn_prefill_backend": "triton"},
+}  # another package has its default
 VLLM = """
 import json, sys, time
 import numpy as np
@@ -77,7 +81,7 @@ def by_vllm(given: argparse.Namespace) -> list[float]:
     asked = {
         "folder": str(given.folder), "slots": given.slots, "group": GROUP, "prompt": PROMPT, "tokens": TOKENS,
         "length": PROMPT + TOKENS, "memory": given.memory, "repeats": given.repeats, "dense": hybrid,
-        "options": {"mamba_ssm_cache_dtype": "float32"} if hybrid else {},
+        "options": HYBRID if hybrid else {},
     }  # fmt: skip
     path = os.pathsep.join([*given.python_path, *filter(None, [os.environ.get("PYTHONPATH", "")])])
     environment = {"PYTHONPATH": path, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
