@@ -12,6 +12,7 @@ update alone, so that they are the same on every mesh and after a resume.
 """
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -38,6 +39,28 @@ class Beside(NamedTuple):
 def randomly_rounded(x: Float32[Array, "*shape"], bits: UInt16[Array, "*shape"]) -> BFloat16[Array, "*shape"]:
     """Rounds up in magnitude where the sum of random `bits` and the 16 low bits of `x` carries; the mean over all `bits` is `x`."""
     return _high(_bits(x) + bits.astype(jnp.uint32))
+
+
+def random_bits(key: jax.Array, shape: Sequence[int]) -> UInt16[Array, "*shape"]:
+    """Returns 16 random bits for each number of an array, the same on every mesh.
+
+    Two words for each index of the first axis are JAX's own; a number's bits are those of its index among the others, mixed with them by
+    multiplications and shifts (https://github.com/skeeto/hash-prospector): threefry for each number would take longer than Adam.
+    """
+    first, *rest = shape or (1,)
+    start, key = (x.reshape(first, *(1 for _ in rest)) for x in jax.random.bits(key, (2, first), jnp.uint32))
+    place = jnp.zeros((first, *rest), jnp.uint32)
+    for axis, size in enumerate(rest, 1):
+        place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, (first, *rest), axis)
+    mixed = _mixed(_mixed(place + start) ^ key)
+    return (mixed >> 16).astype(jnp.uint16).reshape(shape)
+
+
+def _mixed(x: UInt32[Array, "*shape"]) -> UInt32[Array, "*shape"]:
+    """Maps 32-bit words one to one, so that each bit of the result depends on all bits of `x`."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
+    return x ^ (x >> 16)
 
 
 def divided(x: Float32[Array, "*shape"]) -> tuple[BFloat16[Array, "*shape"], Int16[Array, "*shape"]]:
@@ -82,7 +105,7 @@ class Stochastic(Rule):
             if precise(path):
                 return x
             own = jax.random.fold_in(key, zlib.crc32(f"{self.name}{jax.tree_util.keystr(path)}".encode()))
-            return randomly_rounded(x, jax.random.bits(own, x.shape, jnp.uint16))
+            return randomly_rounded(x, random_bits(own, x.shape))
 
         return jax.tree_util.tree_map_with_path(rounded, changed), Beside(inner, state.rest + 1)
 

@@ -10,6 +10,7 @@ its strengths and rates. Convolution, norms, gates and the rule are float32. Pad
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -19,6 +20,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.distributed.mesh import Partitioner, names
+from jaxrl_llm.kernels.delta_inputs.api import delta_inputs
 from jaxrl_llm.kernels.delta_rule.api import State, delta_rule
 from jaxrl_llm.kernels.delta_step.api import Tokens, delta_step
 from jaxrl_llm.models import gated_delta
@@ -31,7 +33,6 @@ STATE_AXES: dict[str, tuple[str | None, ...]] = {
     "state": ("layers", "batch", "heads", None, None),
     "conv": ("layers", "batch", None, None),
 }
-_SMALL = 1e-6  # added to a squared length before its root
 
 
 class Held(NamedTuple):
@@ -82,9 +83,8 @@ class GatedDeltaNet(nnx.Module):
           held: the state kept of earlier tokens, or None where there are none.
         """
         mixed, gate, *rates = self._projected(x)
-        mixed = jnp.where(valid[..., None], mixed, 0)
+        tokens = self._tokens(mixed, rates, segments, valid, None if held is None else held.conv)
         held = self.empty(x.shape[0], mixed.dtype) if held is None else held
-        tokens = self._tokens(mixed, rates, segments, valid, held.conv)
         out, state = self._rule(*tokens, segments, held.state)
         conv = gated_delta.last_inputs(mixed, valid, held.conv).astype(held.conv.dtype)
         return self._output(out, gate, x.dtype), Held(state, conv)
@@ -107,19 +107,34 @@ class GatedDeltaNet(nnx.Module):
         rates: Sequence[Float[Array, "B T Hv"]],
         segments: Int[Array, "B T"],
         valid: Bool[Array, "B T"],
-        before: Float[Array, "B reach channels"],
+        before: Float[Array, "B reach channels"] | None,
     ) -> Tokens:
         """Returns q, k and v in the dtype of `mixed`, g and beta."""
-        size, (strength, rate) = self.sizes, (x.astype(jnp.float32) for x in rates)
+        strength, rate = (x.astype(jnp.float32) for x in rates)
         beta = jnp.where(valid[..., None], jax.nn.sigmoid(strength), 0.0)
         decay = -jnp.exp(self.log_decay[...]) * jax.nn.softplus(rate + self.rate_bias[...])
-        key = size.key_heads * size.key_width
-        flat = jax.nn.silu(gated_delta.convolved(mixed, self.taps[...][:, 0], segments, before))
-        heads = (*mixed.shape[:2], -1)
-        q, k = (_unit(part.reshape(*heads, size.key_width)) for part in (flat[..., :key], flat[..., key : 2 * key]))
-        v = flat[..., 2 * key :].reshape(*heads, size.value_width)
-        q, k, v = (part.astype(mixed.dtype) for part in (q * size.key_width**-0.5, k, v))
+        # No token sees padding, which is of no token's segment.
+        q, k, v = self._inputs(mixed, jnp.where(valid, segments, -1), before)
         return q, k, v, jnp.where(valid[..., None], decay, 0.0), beta
+
+    def _inputs(
+        self, mixed: Float[Array, "B T channels"], segments: Int[Array, "B T"], before: jax.Array | None
+    ) -> tuple[Float[Array, "B T Hk dk"], Float[Array, "B T Hk dk"], Float[Array, "B T Hv dv"]]:
+        """Applies the convolution on the mesh: by whatever backend where only rows are split, else by XLA, which splits channels and tokens."""
+        size, partitioner, taps = self.sizes, self.partitioner, self.taps[...][:, 0]
+        run = partial(delta_inputs, key_heads=size.key_heads, key_width=size.key_width, value_width=size.value_width)
+        if before is not None or partitioner.mesh.size == 1:
+            return run(mixed, taps, segments, before)
+        rows = partitioner.spec(("batch",), mixed.shape[:1])
+        if math.prod(partitioner.axis_sizes[axis] for axis in names(rows[0])) < partitioner.mesh.size:
+            return run(mixed, taps, segments, backend="reference")
+        return jax.shard_map(
+            run,
+            mesh=partitioner.mesh,
+            in_specs=(PartitionSpec(*rows, None, None), PartitionSpec(None, None), PartitionSpec(*rows, None)),
+            out_specs=(PartitionSpec(*rows, None, None, None),) * 3,
+            check_vma=False,  # kernels' outputs carry no varying-axes types
+        )(mixed, taps, segments)
 
     def _output(
         self, out: Float[Array, "B T Hv dv"], gate: Float[Array, "B T Hv dv"], dtype: jnp.dtype
@@ -200,8 +215,3 @@ class GatedDeltaNet(nnx.Module):
             out_specs=(wide, kept),
             check_vma=False,  # kernels' outputs carry no varying-axes types
         )(q, k, v, g, beta, states, layer)
-
-
-def _unit(x: Float[Array, "... d"]) -> Float[Array, "... d"]:
-    """Scales `x` to length 1, or shorter where it is almost 0."""
-    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + _SMALL)

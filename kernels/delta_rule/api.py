@@ -10,7 +10,7 @@ from jaxrl_llm.kernels import dispatch
 from jaxrl_llm.kernels.delta_rule.definition import CHUNK
 
 # Tried in this order; a backend is the module of that name, with `refusal(call)` and `rule(tokens, segments, state, call)`.
-BACKENDS = ("xla", "reference", "triton")
+BACKENDS = ("triton", "xla", "reference")
 
 State = Float[Array, "B Hv dk dv"]
 

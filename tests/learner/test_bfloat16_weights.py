@@ -21,7 +21,15 @@ from learner_cases import (
 )
 
 from jaxrl_llm.distributed.mesh import MeshConfig
-from jaxrl_llm.learner.bfloat16_weights import Beside, Compensated, Stochastic, divided, randomly_rounded, whole
+from jaxrl_llm.learner.bfloat16_weights import (
+    Beside,
+    Compensated,
+    Stochastic,
+    divided,
+    random_bits,
+    randomly_rounded,
+    whole,
+)
 from jaxrl_llm.learner.optimizer import Optimizer, Rule, rested
 from jaxrl_llm.models.architecture import Capture
 from jaxrl_llm.models.linear import looked_up
@@ -71,6 +79,23 @@ def test_the_mean_of_random_rounding_over_all_bits_is_the_number_itself_in_float
         found = np.asarray(every(x)).astype(np.float64)
         assert found.mean() == np.float64(x)  # sums of 2^16 bfloat16 are exact in float64
         assert len(set(found)) <= 2
+
+
+def test_random_bits_are_even_and_independent_of_their_neighbours_and_of_other_keys():
+    shape, keys = (8, 256, 512), [jax.random.key(0), jax.random.key(1)]
+    one, other = (np.asarray(random_bits(key, shape)).astype(np.int64) for key in keys)
+    count = one.size
+    signs = np.float32(2 * ((one.reshape(-1, 1) >> np.arange(16)) & 1) - 1)
+    assert np.abs(signs.mean(axis=0)).max() < 5 / np.sqrt(count)  # five deviations, as below
+    assert np.abs(signs.T @ signs / count - np.eye(16)).max() < 5 / np.sqrt(count)
+    seen = np.bincount(one.ravel() >> 4, minlength=4096)
+    expected = count / 4096
+    assert abs(np.sum((seen - expected) ** 2 / expected) - 4095) < 5 * np.sqrt(2 * 4095)  # chi-squared
+    even = lambda x: (x - 32767.5) / (65536 / np.sqrt(12))  # noqa: E731
+    pairs = [(one, other), (one[1:], one[:-1]), (one[:, 1:], one[:, :-1]), (one[..., 1:], one[..., :-1])]
+    pairs += [(one[..., 64:], one[..., :-64]), (one[:, 1:, 1:], one[:, :-1, :-1])]
+    for a, b in pairs:
+        assert abs(np.mean(even(a) * even(b))) < 5 / np.sqrt(a.size)
 
 
 def test_changes_below_a_bfloat16_add_up_on_the_average_where_rounding_to_the_nearest_loses_them():

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl_llm.kernels.delta_inputs.reference import convolved
 from jaxrl_llm.models import gated_delta
 
 ROWS = 2
@@ -26,7 +27,7 @@ def test_the_convolution_reaches_back_within_its_segment_alone():
     rng = np.random.default_rng(4)
     x, weights = rng.normal(size=(ROWS, PACKED, 5)), rng.normal(size=(5, 4))
     segments = packed_segments()
-    got = gated_delta.convolved(*in_float32(x, weights), segments, jnp.zeros((ROWS, 3, 5)))
+    got = convolved(*in_float32(x, weights), segments, jnp.zeros((ROWS, 3, 5)))
     for start, stop in PARTS:
         part = np.concatenate([np.zeros((ROWS, 3, 5)), x[:, start:stop]], axis=1)
         want = sum(weights[:, j] * part[:, j : j + stop - start] for j in range(4))
@@ -37,11 +38,11 @@ def test_a_convolution_goes_on_from_its_last_inputs():
     rng = np.random.default_rng(5)
     x, weights = in_float32(rng.normal(size=(2, 9, 5)), rng.normal(size=(5, 4)))
     one = jnp.ones((2, 9), jnp.int32)
-    whole = gated_delta.convolved(x, weights, one, jnp.zeros((2, 3, 5)))
+    whole = convolved(x, weights, one, jnp.zeros((2, 3, 5)))
     for first in (1, 2, 5):
         valid = jnp.arange(6) < jnp.array([[first], [first]])
         before = gated_delta.last_inputs(x[:, :6], valid, jnp.zeros((2, 3, 5)))
-        rest = gated_delta.convolved(x[:, first:], weights, one[:, first:], before)
+        rest = convolved(x[:, first:], weights, one[:, first:], before)
         np.testing.assert_array_equal(rest, whole[:, first:])
 
 
