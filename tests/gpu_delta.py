@@ -4,7 +4,7 @@
 
 prints a JSON line a row. `check` takes a row of 4096 tokens in five segments, 16 heads with states of 128 x 128, keys at random and keys
 that are nearly alike, in float32 and bfloat16, and prints the relative norms of the errors of outputs, last state and gradients, and whether
-a second call gives the same bits. `time` takes 8 such rows in bfloat16, forward, and forward and backward; `parts` each kernel of the Triton
+a second call gives the same bits; then the distances of the kernels of `delta_inputs` and `delta_step` from their references. `time` takes 8 such rows in bfloat16, forward, and forward and backward; `parts` each kernel of the Triton
 backend. Each --how adds other sizes of its kernels, columns, warps and stages by a kernel's name; `parts` takes those that differ from the first.
 A row that fails says how, and the next one runs; exits 1 where a value is wrong or a call fails.
 """
@@ -22,7 +22,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl_llm.kernels.delta_inputs.api import delta_inputs
 from jaxrl_llm.kernels.delta_rule import api, definition, triton
+from jaxrl_llm.kernels.delta_step.api import delta_step
 from jaxrl_llm.kernels.timing import timed
 
 HEADS, WIDTH, TOKENS, ROWS = 16, 128, 4096, 8
@@ -141,6 +143,47 @@ def errors(rule: Callable[..., Any], given: Any, want: Any, said: dict[str, Any]
     return {**said, "errors": {n: float(f"{x:.2g}") for n, x in zip(NAMES, far)}, "repeats": same}
 
 
+def beside(run: Callable[[str], Any]) -> dict[str, Any]:
+    """Relative norms of the distances of what `run` gives by `triton` from what it gives by `reference`."""
+    got, again, want = (jax.tree.leaves(run(backend)) for backend in ("triton", "triton", "reference"))
+    far = [float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)) for a, b in zip(got, want)]
+    same = all(bool((p == q).all()) for p, q in zip(got, again))
+    if not max(far) < LARGEST or not same:
+        raise ValueError(f"distances {far} of their norm, the same bits again: {same}")
+    return {"distances": [float(f"{x:.2g}") for x in far], "repeats": same}
+
+
+def check_inputs() -> dict[str, Any]:
+    """Queries, keys and values, and gradients of the projection and the taps."""
+    _, segments, _ = arrays(2, 0.0, jnp.float32)
+    keys = jax.random.split(jax.random.key(0), 5)
+    x, taps = (
+        jax.random.normal(keys[0], (2, TOKENS, 3 * HEADS * WIDTH)),
+        jax.random.normal(keys[1], (3 * HEADS * WIDTH, 4)),
+    )
+    slopes = tuple(jax.random.normal(key, (2, TOKENS, HEADS, WIDTH)) for key in keys[2:])
+    sizes = {"key_heads": HEADS, "key_width": WIDTH, "value_width": WIDTH}
+
+    def run(backend: str) -> Any:
+        def both(x: Any, taps: Any, slopes: Any) -> Any:
+            found, back = jax.vjp(lambda x, taps: delta_inputs(x, taps, segments, backend=backend, **sizes), x, taps)
+            return found, back(slopes)
+
+        return jax.jit(both)(x, taps, slopes)
+
+    return beside(run)
+
+
+def check_step() -> dict[str, Any]:
+    """Outputs and states of one token of 64 slots in the second of three layers."""
+    tokens, _, _ = arrays(1, 0.0, jnp.float32)
+    tokens = tuple(x[0, :64] for x in tokens)
+    states = jax.random.normal(jax.random.key(0), (3, 64, HEADS, WIDTH, WIDTH))
+    return beside(
+        lambda backend: jax.jit(functools.partial(delta_step, backend=backend))(*tokens, states, jnp.int32(1))
+    )
+
+
 def measured(compiled: Any, *args: Any) -> dict[str, Any]:
     """Milliseconds (median of groups of queued calls), and MiB of temporaries."""
     seconds, memory = timed(lambda: compiled(*args), jax.block_until_ready, 5), compiled.memory_analysis()
@@ -205,6 +248,8 @@ def main() -> int:
     rules = backends(options.how)
     if "check" in options.only:
         check(rules)
+        attempt("check delta_inputs", check_inputs)
+        attempt("check delta_step", check_step)
     if "time" in options.only:
         times(rules)
     if "parts" in options.only:

@@ -107,16 +107,23 @@ def score(case: Case) -> dict[str, Any]:
 
 
 async def drawn(case: Case, engine: Engine, params: Params, version: int) -> list[Group]:
-    """Publishes the parameters, then samples a group of full-length rollouts for each random prompt."""
+    """Publishes the parameters, then samples a group of rollouts for each random prompt."""
     await engine.publish(params, version)
     rng = np.random.default_rng(version)
-    vocabulary, limit = case.policy.architecture.vocabulary_size, case.response_tokens
-    prompts = [rng.integers(0, vocabulary, case.prompt_tokens, dtype=np.int32) for _ in range(case.prompts)]
+    vocabulary, limits = case.policy.architecture.vocabulary_size, case.sampled[:, 1]
+    prompts = [rng.integers(0, vocabulary, count, dtype=np.int32) for count in case.sampled[:, 0]]
     groups = []
-    settings = SamplingParams(max_tokens=limit, min_tokens=limit)
-    async for index, samples in engine.sample(prompts, case.group, settings, list(range(case.prompts))):
-        prompt = Prompt(id=str(index), tokens=prompts[index], source="bench")
-        groups.append(scored([rollout(prompt, s.tokens, rng, s.logprobs) for s in samples], rng))
+
+    async def until(limit: int) -> None:
+        """Samples for the prompts whose responses have so many tokens."""
+        (places,) = np.nonzero(limits == limit)
+        settings = SamplingParams(max_tokens=limit, min_tokens=limit)
+        asked = engine.sample([prompts[place] for place in places], case.group, settings, places.tolist())
+        async for index, samples in asked:
+            prompt = Prompt(id=str(places[index]), tokens=prompts[places[index]], source="bench")
+            groups.append(scored([rollout(prompt, s.tokens, rng, s.logprobs) for s in samples], rng))
+
+    await asyncio.gather(*(until(int(limit)) for limit in np.unique(limits)))
     return groups
 
 
@@ -132,7 +139,7 @@ def sample(case: Case) -> dict[str, Any]:
             seconds.append(time.perf_counter() - start)
         occupancy = engine.metrics()["sampler/occupancy"]
         await engine.close()
-        tokens, size = case.prompts * case.group * case.response_tokens, case.policy.architecture
+        tokens, size = case.group * int(case.sampled[:, 1].sum()), case.policy.architecture
         median, width = float(np.median(seconds[1:])), 2 if case.dtype == "bfloat16" else 4
         slots = min(case.slots, case.prompts * case.group)
         step = median * slots / tokens
@@ -140,7 +147,7 @@ def sample(case: Case) -> dict[str, Any]:
             2 * len(flops.attending(size)) * size.kv_heads * size.head_width * (width if case.cache == "auto" else 1)
         )
         weights = sum(x.size for x in jax.tree.leaves(case.policy.abstract())) * width
-        held = (case.prompt_tokens + case.response_tokens / 2) * entry + 2 * flops.state_bytes(size)
+        held = float(np.mean(case.sampled @ [1, 0.5])) * entry + 2 * flops.state_bytes(size)
         floor = weights + slots * held
         return {
             "first_s": seconds[0], "s": median, "generated_per_s": tokens / median, "step_ms": step * 1e3,

@@ -57,7 +57,13 @@ SWEPT: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "group": (int, "8", "samples of a prompt"),
     "prompt_tokens": (int, "128", "tokens of a prompt"),
     "response_tokens": (int, "512", "tokens of a response"),
+    "shortest": (
+        int,
+        "0",
+        "fewest tokens of a prompt and of a response, each of a length drawn at random; 0 for full lengths",
+    ),
     "slots": (int, "1024", "slots of the sampler"),
+    "shrink": (int, "0", "factor by which the sampler's batch shrinks as its last sequences end; 0 for never"),
     "cache": (str, "auto", "dtype of cached keys and values: auto, as activations, or float8_e4m3fn"),
     "decode_chunk": (int, "64", "decode steps between two looks of the host"),
 }
@@ -108,9 +114,17 @@ class Case:
             max_segments=self.packing.sequences_per_row,
         )  # fmt: skip
 
+    @cached_property
+    def sampled(self) -> np.ndarray:
+        """Tokens of each prompt and of its responses, int [prompts, 2]."""
+        full = np.tile([self.prompt_tokens, self.response_tokens], (self.prompts, 1))
+        return np.random.default_rng(0).integers(self.shortest, full + 1) if self.shortest else full
+
     def start_sampler(self) -> Engine:
         cache = None if self.cache == "auto" else self.cache
-        sampler = EmbeddedSampler(slots=self.slots, decode_chunk=self.decode_chunk, prefill_tokens=16384, cache=cache)
+        sampler = EmbeddedSampler(
+            slots=self.slots, decode_chunk=self.decode_chunk, prefill_tokens=16384, cache=cache, shrink=self.shrink
+        )
         return sampler.start(self.policy, None, max_length=self.prompt_tokens + self.response_tokens)
 
 

@@ -54,6 +54,15 @@ def test_sampling_counts_what_it_drew_and_fills_its_slots(capsys):
     assert row["floor_gb"] == pytest.approx((cache + weights) / 1e9, rel=1e-3)
 
 
+def test_lengths_drawn_at_random_are_those_of_the_sampled_tokens(capsys):
+    flags = ("--work=sample", "--group=1", "--prompts=4", "--shortest=2", "--shrink=2")
+    (row,) = rows(capsys, *flags)
+    case = bench_case.Case(flags={"prompts": 4, "prompt_tokens": 8, "response_tokens": 8, "shortest": 2}, repeats=1)
+    assert case.sampled.shape == (4, 2) and 2 <= case.sampled.min() < case.sampled.max() <= 8
+    assert row["generated_per_s"] * row["s"] == pytest.approx(case.sampled[:, 1].sum(), rel=1e-2)
+    assert row["occupancy"] < 1  # the longest response decides when the last slot is free
+
+
 def test_scoring_reports_its_rate(capsys):
     (row,) = rows(capsys, "--work=score")
     assert row["tflops"] == pytest.approx(flops.forward(SHAPES["tiny"], [8] * 8) / row["s"] / 1e12, rel=1e-3)
