@@ -21,7 +21,8 @@ TOLERANCE = 1e-4  # nats, float32
 LOW = LoRA(rank=5, alpha=20.0)
 PROMPT = [int(token) for token in np.random.default_rng(0).integers(3, VOCABULARY, 200)]
 LIKELY = [3] * (len(PROMPT) - 1)
-SHORT, LONG = PROMPT[:16], 480  # as many tokens as the server's window has room for: a request that is still in flight
+SHORT, LONG = PROMPT[:16], 2000  # a prompt, and so many tokens that its request is in flight for about ten seconds
+WINDOW = 2048
 
 
 def adapters(version: int) -> dict[str, np.ndarray]:
@@ -58,10 +59,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server that holds version 0 of the tiny model as the base."""
-    base: Path = write_model(tmp_path_factory.mktemp("base") / "model", tied=False)
+    sizes = TINY._replace(context=WINDOW)
+    base: Path = write_model(tmp_path_factory.mktemp("base") / "model", tied=False, sizes=sizes)
     save_file(weights(0), base / "model.safetensors", metadata={"format": "pt"})
     log = tmp_path_factory.mktemp("server_of_adapters") / "log"
-    options = (*TINY_ON_CPU, *alone.arguments(LOW.rank))
+    options = (*TINY_ON_CPU, "--max-model-len", str(WINDOW), *alone.arguments(LOW.rank))
     with serving(base, log, *options, **{alone.RUNTIME: "True"}, **ON_TWO_CORES) as started:
         yield started
 
