@@ -44,7 +44,7 @@ def randomly_rounded(x: Float32[Array, "*shape"], bits: UInt16[Array, "*shape"])
 def random_bits(key: jax.Array, shape: Sequence[int]) -> UInt16[Array, "*shape"]:
     """Returns 16 random bits for each number of an array, the same on every mesh.
 
-    Two words for each index of the first axis are JAX's own; a number's bits are those of its index among the others, mixed with them by
+    Two words for each index of the first axis, a layer where layers are stacked, are JAX's own; a number's bits are those of its index among the others, mixed with them by
     multiplications and shifts (https://github.com/skeeto/hash-prospector): threefry for each number would take longer than Adam.
     """
     first, *rest = shape or (1,)

@@ -5,7 +5,7 @@
     y = (norm(rule(q, k, v, g, beta)) * silu(x W_gate)) W_output
 
 Where the architecture joins the projections, a key head's part of one matrix gives its query, key, values and gates, that of another
-its strengths and rates. Convolution, norms, gates and the rule are float32. Padding changes neither state nor convolution.
+its strengths and rates. Convolution, norms, gates and the rule are float32, but that q, k and v are rounded to the dtype of the inputs. Padding changes neither state nor convolution.
 """
 
 import math

@@ -118,6 +118,10 @@ class Case:
     def sampled(self) -> np.ndarray:
         """Tokens of each prompt and of its responses, int [prompts, 2]."""
         full = np.tile([self.prompt_tokens, self.response_tokens], (self.prompts, 1))
+        if not 0 <= self.shortest <= full.min():
+            raise ValueError(
+                f"--shortest must be 0, for full lengths, or at most --prompt_tokens and --response_tokens, {full.min()} (got {self.shortest})"
+            )
         return np.random.default_rng(0).integers(self.shortest, full + 1) if self.shortest else full
 
     def start_sampler(self) -> Engine:

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.kernels import dispatch
-from jaxrl_llm.kernels.delta_inputs import reference
 
-# Tried in this order; a backend is the module of that name, with `refusal(call)` and `inputs(x, taps, segments, call)`.
+# Tried in this order; a backend is the module of that name, with `refusal(call)` and `inputs(x, taps, segments, before, call)`.
 BACKENDS = ("triton", "reference")
 
 Inputs = tuple[Float[Array, "B T Hk dk"], Float[Array, "B T Hk dk"], Float[Array, "B T Hv dv"]]
@@ -22,12 +21,14 @@ class Call:
       key_heads: heads of queries and keys.
       key_width: width of a query and a key.
       value_width: width of a value.
+      continued: whether inputs that precede the rows are given.
     """
 
     platform: str
     key_heads: int
     key_width: int
     value_width: int
+    continued: bool
 
 
 def delta_inputs(
@@ -54,13 +55,17 @@ def delta_inputs(
       key_heads: heads of queries and keys.
       key_width: width of a query and a key.
       value_width: width of a value.
-      backend: one of BACKENDS, or None for the first that supports the call; where `before` is given it is `reference`.
+      backend: one of BACKENDS, or None for the first that supports the call.
 
     Raises:
       ValueError: the named backend is unknown or does not support the call.
     """
-    call = Call(platform=dispatch.device().platform, key_heads=key_heads, key_width=key_width, value_width=value_width)
-    if before is not None:
-        return reference.inputs(x, taps, segments, call, before)
-    found: Inputs = dispatch.choose("delta_inputs", BACKENDS, call, backend).inputs(x, taps, segments, call)
+    call = Call(
+        platform=dispatch.device().platform,
+        key_heads=key_heads,
+        key_width=key_width,
+        value_width=value_width,
+        continued=before is not None,
+    )
+    found: Inputs = dispatch.choose("delta_inputs", BACKENDS, call, backend).inputs(x, taps, segments, before, call)
     return found

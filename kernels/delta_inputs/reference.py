@@ -1,15 +1,15 @@
 """The inputs of a gated delta rule by XLA, as the specification."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxrl_llm.kernels.delta_inputs.api import Call, Inputs
+
 SMALL = 1e-6  # added to a squared length before its root
 
 
-def refusal(call: Any) -> str | None:
+def refusal(call: Call) -> str | None:
     """Returns the reason why this backend cannot take the call, or None."""
     return None
 
@@ -18,9 +18,9 @@ def inputs(
     x: Float[Array, "B T channels"],
     taps: Float[Array, "channels taps"],
     segments: Int[Array, "B T"],
-    call: Any,
-    before: Float[Array, "B reach channels"] | None = None,
-) -> tuple[Float[Array, "B T Hk dk"], Float[Array, "B T Hk dk"], Float[Array, "B T Hv dv"]]:
+    before: Float[Array, "B reach channels"] | None,
+    call: Call,
+) -> Inputs:
     """Computes as defined by `delta_inputs`."""
     if before is None:
         before = jnp.zeros((len(x), taps.shape[1] - 1, x.shape[2]), x.dtype)

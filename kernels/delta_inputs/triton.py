@@ -16,6 +16,7 @@ from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.kernels import dispatch
+from jaxrl_llm.kernels.delta_inputs.api import Call, Inputs
 from jaxrl_llm.kernels.delta_inputs.reference import SMALL, convolved
 
 RUNS_ON = ("gpu", "NVIDIA GPUs")
@@ -57,8 +58,10 @@ class Part(NamedTuple):
     scale: float | None
 
 
-def refusal(call: Any) -> str | None:
+def refusal(call: Call) -> str | None:
     """Returns the reason why this backend cannot take the call, or None."""
+    if call.continued:
+        return "it takes rows that begin with the first token of a segment, and no inputs before them"
     if dispatch.capability() is None:
         return "it runs on NVIDIA GPUs (this is another GPU)"
     if call.key_width not in WIDTHS or call.value_width not in WIDTHS:
@@ -67,8 +70,12 @@ def refusal(call: Any) -> str | None:
 
 
 def inputs(
-    x: Float[Array, "B T channels"], taps: Float[Array, "channels taps"], segments: Int[Array, "B T"], call: Any
-) -> tuple[Float[Array, "B T Hk dk"], Float[Array, "B T Hk dk"], Float[Array, "B T Hv dv"]]:
+    x: Float[Array, "B T channels"],
+    taps: Float[Array, "channels taps"],
+    segments: Int[Array, "B T"],
+    before: None,
+    call: Call,
+) -> Inputs:
     """Computes as defined by `delta_inputs`, with the kernels of HOW."""
     key = call.key_heads * call.key_width
     values = (x.shape[2] - 2 * key) // call.value_width
@@ -77,7 +84,7 @@ def inputs(
         Part(key, call.key_heads, call.key_width, 1.0),
         Part(2 * key, values, call.value_width, None),
     )
-    found: tuple[jax.Array, jax.Array, jax.Array] = _inputs(parts, HOW, x, taps, segments.astype(jnp.int32))
+    found: Inputs = _inputs(parts, HOW, x, taps, segments.astype(jnp.int32))
     return found
 
 
@@ -99,8 +106,7 @@ def _back(parts: tuple[Part, ...], how: How, residual: Any, slopes: Any) -> Any:
     x, taps, segments = residual
     given, change, of_taps = (segments, x, taps.T.astype(jnp.float32)), None, []
     for part, slope in zip(parts, slopes):
-        spans = -(-x.shape[1] // (how.block * how.blocks))
-        sums = jax.ShapeDtypeStruct((len(x), spans, taps.shape[1], part.heads * part.width), jnp.float32)
+        sums = jax.ShapeDtypeStruct((len(x), _spans(x, how), taps.shape[1], part.heads * part.width), jnp.float32)
         shapes = (jax.ShapeDtypeStruct(x.shape, x.dtype), sums)
         # Each part writes its own channels of one array.
         before = () if change is None else (change,)
@@ -116,12 +122,15 @@ def _back(parts: tuple[Part, ...], how: How, residual: Any, slopes: Any) -> Any:
 _inputs.defvjp(_kept, _back)
 
 
+def _spans(x: Any, how: How) -> int:
+    return -(-x.shape[1] // (how.block * how.blocks))
+
+
 def _call(body: Any, part: Part, how: How, x: Any, shapes: Any, alias: dict[int, int] | None = None) -> Any:
-    spans = -(-x.shape[1] // (how.block * how.blocks))
     return pl.pallas_call(
         functools.partial(body, part=part, how=how),
         out_shape=shapes,
-        grid=(len(x), spans, part.heads),
+        grid=(len(x), _spans(x, how), part.heads),
         input_output_aliases=alias or {},
         compiler_params=triton.CompilerParams(num_warps=how.warps, num_stages=1),
         interpret=how.interpret,

@@ -28,14 +28,16 @@ class Links(NamedTuple):
       seen: exp(G_i), the share of the state before the chunk that token i sees; 0 in other segments than the state's.
       left: D_cj, the share of token j's change that the state after the chunk holds.
       kept: the share of the state before the chunk that the one after it holds, which is `seen` of the last token.
-      links: A.
+      decay: D.
+      near: D_ij <k_i, k_j> for j < i, else 0; A is beta_i times it.
       scores: D_ij <q_i, k_j>.
     """
 
     seen: Float[Array, " c"]
     left: Float[Array, " c"]
     kept: Float[Array, ""]
-    links: Float[Array, "c c"]
+    decay: Float[Array, "c c"]
+    near: Float[Array, "c c"]
     scores: Float[Array, "c c"]
 
 
@@ -54,7 +56,6 @@ def links(
     asked: Float[Array, "c c"],
     alike: Float[Array, "c c"],
     g: Float[Array, " c"],
-    beta: Float[Array, " c"],
     segments: Int[Array, " c"],
     owner: Int[Array, ""],
     dot: Callable[[jax.Array, jax.Array], jax.Array],
@@ -65,35 +66,21 @@ def links(
       asked: <q_i, k_j>.
       alike: <k_i, k_j>.
       g: logarithms of the decays.
-      beta: strengths of the updates.
       segments: segments of the tokens.
       owner: the segment to which the state before the chunk belongs.
-      dot: product of two matrices.
+      dot: product of two matrices, the first of zeros and ones.
     """
     size = len(g)
     row, column = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
-    decay, seen = decays(g, segments, owner, dot)
-    left = jnp.sum(jnp.where(row == size - 1, decay, 0.0), axis=0)
-    kept = jnp.sum(jnp.where(lax.iota(jnp.int32, size) == size - 1, seen, 0.0))
-    near = jnp.where(row > column, beta[:, None] * decay * alike, 0.0)
-    return Links(seen, left, kept, near, decay * asked)
-
-
-def decays(
-    g: Float[Array, " c"],
-    segments: Int[Array, " c"],
-    owner: Int[Array, ""],
-    dot: Callable[[jax.Array, jax.Array], jax.Array],
-) -> tuple[Float[Array, "c c"], Float[Array, " c"]]:
-    """Computes D, and exp(G_i) where token i is of the owner's segment, else 0; `dot` multiplies a matrix of zeros and ones with another."""
-    size = len(g)
-    row, column = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
     # Each g_{j+1} + ... + g_i is summed for itself, since differences of long sums lose digits.
-    later = jnp.where(row > column, g[:, None], 0.0)
-    sums = dot(jnp.where(row >= column, 1.0, 0.0), later)
+    sums = dot(jnp.where(row >= column, 1.0, 0.0), jnp.where(row > column, g[:, None], 0.0))
     together = (segments[:, None] == segments[None, :]) & (row >= column)
     whole = jnp.sum(jnp.where(row >= column, g[None, :], 0.0), axis=1)
-    return jnp.exp(jnp.where(together, sums, -jnp.inf)), jnp.exp(jnp.where(segments == owner, whole, -jnp.inf))
+    decay = jnp.exp(jnp.where(together, sums, -jnp.inf))
+    seen = jnp.exp(jnp.where(segments == owner, whole, -jnp.inf))
+    left = jnp.sum(jnp.where(row == size - 1, decay, 0.0), axis=0)
+    kept = jnp.sum(jnp.where(lax.iota(jnp.int32, size) == size - 1, seen, 0.0))
+    return Links(seen, left, kept, decay, jnp.where(row > column, decay * alike, 0.0), decay * asked)
 
 
 def inverse(links: Float[Array, "c c"], dot: Callable[[jax.Array, jax.Array], jax.Array]) -> Float[Array, "c c"]:

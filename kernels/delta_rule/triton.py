@@ -72,9 +72,7 @@ class Parts(NamedTuple):
     """What `_local` computes of every chunk, [B, chunks, Hv, ...], and those with limbs [limbs, B, chunks, Hv, ...].
 
     Attributes:
-      seen: of definition.Links, as `left`, `kept` and `scores`, which has limbs.
-      decay: D.
-      near: D_ij <k_i, k_j> for j < i.
+      seen: of definition.Links, as those up to `scores`, which has limbs.
       seeing: W, in limbs.
       values: V, in limbs.
       inverted: the inverse of I + A, in limbs.
@@ -330,22 +328,17 @@ def _local(
 
     zero = jnp.zeros((call.size, call.size), jnp.float32)
     asked, alike = _over(call.key_width, wide, products, (zero, zero))
-    line, column = (lax.broadcasted_iota(jnp.int32, zero.shape, axis) for axis in (0, 1))
-    decay, seen = definition.decays(
-        g[row, tokens, head],
-        segments[row, tokens],
-        owners[row, chunk],
-        lambda a, b: _dot(_limbs(a, 1), _limbs(b, limbs)),
+    placed = segments[row, tokens], owners[row, chunk]
+    found = definition.links(
+        asked, alike, g[row, tokens, head], *placed, lambda a, b: _dot(_limbs(a, 1), _limbs(b, limbs))
     )
-    near = jnp.where(line > column, decay * alike, 0.0)
-    known = definition.inverse(strength[:, None] * near, lambda a, b: _dot(_limbs(a, limbs), _limbs(b, limbs)))
-    parts.seen[(*at, _ALL)] = seen
-    parts.left[(*at, _ALL)] = jnp.sum(jnp.where(line == call.size - 1, decay, 0.0), axis=0)
-    parts.kept[at] = jnp.sum(jnp.where(lax.iota(jnp.int32, call.size) == call.size - 1, seen, 0.0))
-    parts.decay[whole], parts.near[whole] = decay, near
-    _put(parts.scores, whole, _limbs(decay * asked, limbs))
+    # Written before the inverse, which needs the registers.
+    parts.seen[(*at, _ALL)], parts.left[(*at, _ALL)], parts.kept[at] = found.seen, found.left, found.kept
+    parts.decay[whole], parts.near[whole] = found.decay, found.near
+    _put(parts.scores, whole, _limbs(found.scores, limbs))
+    known = definition.inverse(strength[:, None] * found.near, lambda a, b: _dot(_limbs(a, limbs), _limbs(b, limbs)))
     _put(parts.inverted, whole, _limbs(known, limbs))
-    by_keys, by_values = (_limbs(known * x[None, :], limbs) for x in (strength * seen, strength))
+    by_keys, by_values = (_limbs(known * x[None, :], limbs) for x in (strength * found.seen, strength))
 
     def seeing(strip: Any, _: Any) -> None:
         found = _dot(by_keys, _take(k, (row, tokens, of, strip), limbs))

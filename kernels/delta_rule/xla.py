@@ -62,10 +62,11 @@ def _local(
     q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array, segments: jax.Array, owner: jax.Array
 ) -> tuple[definition.Links, tuple[jax.Array, ...]]:
     """Computes a chunk's parts without a state: its links, W, V, and the keys with their weights in the state after the chunk."""
-    found = definition.links(dot(q, k, axes=(1, 1)), dot(k, k, axes=(1, 1)), g, beta, segments, owner, dot)
-    inverted = jax.lax.stop_gradient(definition.inverse(found.links, dot))
+    found = definition.links(dot(q, k, axes=(1, 1)), dot(k, k, axes=(1, 1)), g, segments, owner, dot)
+    links = beta[:, None] * found.near
+    inverted = jax.lax.stop_gradient(definition.inverse(links, dot))
     sides = ((beta * found.seen)[:, None] * k, beta[:, None] * v)
-    changes = (definition.solved(found.links, inverted, side, PRECISION) for side in sides)
+    changes = (definition.solved(links, inverted, side, PRECISION) for side in sides)
     return found, (*changes, found.left[:, None] * k)
 
 

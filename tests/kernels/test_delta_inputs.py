@@ -125,9 +125,12 @@ def test_rows_on_two_devices_give_the_same_gradients(backend):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("change", "reason"), [({"key_width": 24}, "wide"), ({"value_width": 512}, "wide")])
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [({"key_width": 24}, "wide"), ({"value_width": 512}, "wide"), ({"continued": True}, "no inputs before")],
+)
 def test_the_kernels_say_what_they_cannot_take(monkeypatch, change, reason):
     monkeypatch.setattr(triton.dispatch, "capability", lambda: (9, 0))
-    sizes = {"platform": "gpu", "key_heads": 2, "key_width": 128, "value_width": 128}
+    sizes = {"platform": "gpu", "key_heads": 2, "key_width": 128, "value_width": 128, "continued": False}
     assert triton.refusal(Call(**sizes)) is None
     assert reason in (triton.refusal(Call(**(sizes | change))) or "")

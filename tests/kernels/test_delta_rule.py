@@ -110,6 +110,27 @@ def test_the_other_backends_equal_the_recurrence_in_float64_with_all_six_gradien
     the_rule_equals_the_recurrence(backend, 16, length)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_kernels_limbs_lose_no_more_than_their_last(dtype, monkeypatch):
+    """Two limbs of 8 bits each, as on a GPU; q, k and v in bfloat16 are taken as they are, and their gradients rounded to it."""
+    monkeypatch.setattr(triton, "refusal", lambda call: None)
+    monkeypatch.setattr(triton, "RUNS_ON", ("cpu", ""))
+    monkeypatch.setattr(triton, "HOW", triton.How(interpret=True))
+    given = tuple(x.astype(dtype) if i < 3 else x for i, x in enumerate(in_float32(*inputs(40))))
+    values = tuple(np.asarray(x, np.float64) for x in given)
+    out, last = recurrence(*values)
+    on_out, on_state = (np.random.default_rng(1).normal(size=x.shape) for x in (out, last))
+    segments = jnp.ones((ROWS, 40), jnp.int32)
+    run = jax.jit(lambda *x: jax.vjp(lambda *x: delta_rule(*x[:5], segments, x[5], size=16, backend="triton"), *x))
+    found, back = run(*given)
+    slopes, want = back(in_float32(on_out, on_state)), gradients(*values, on_out, on_state)
+    for name, got, exact in zip(("out", "last", *NAMES), (*found, *slopes), (out, last, *(want[n] for n in NAMES))):
+        rounded = got.dtype == jnp.bfloat16
+        assert rounded == (dtype == jnp.bfloat16 and name in "qkv"), name
+        far = np.linalg.norm(np.asarray(got, np.float64) - exact) / np.linalg.norm(exact)
+        assert far < (2.0**-8 if rounded else 2.0**-15), name
+
+
 def the_rule_equals_the_recurrence(backend, size, length):
     values, segments = inputs(length), jnp.ones((ROWS, length), jnp.int32)
     out, last = recurrence(*values)

@@ -63,6 +63,15 @@ def test_lengths_drawn_at_random_are_those_of_the_sampled_tokens(capsys):
     assert row["occupancy"] < 1  # the longest response decides when the last slot is free
 
 
+@pytest.mark.parametrize("shortest", [-1, 9])
+def test_lengths_that_cannot_be_drawn_are_refused(shortest):
+    case = bench_case.Case(
+        flags={"prompts": 4, "prompt_tokens": 8, "response_tokens": 12, "shortest": shortest}, repeats=1
+    )
+    with pytest.raises(ValueError, match=rf"at most --prompt_tokens and --response_tokens, 8 \(got {shortest}\)"):
+        _ = case.sampled
+
+
 def test_scoring_reports_its_rate(capsys):
     (row,) = rows(capsys, "--work=score")
     assert row["tflops"] == pytest.approx(flops.forward(SHAPES["tiny"], [8] * 8) / row["s"] / 1e12, rel=1e-3)
