@@ -229,7 +229,9 @@ def slopes(call: Call, how: How, tokens: Any, parts: Parts, of_out: Any, of_last
     """Computes the gradients of the state after each chunk [limbs, B, chunks, Hv, dk, dv], of its updates, and of the first state."""
     (q, k, *_), each = tokens, _each(call)
     wide = (_in_limbs(how, *each, width, call.value_width) for width in (call.key_width, call.size))
-    kernel = _call(_slopes, call, how, (*wide, _f32(*of_last.shape)), how.slopes, True)
+    # Loads of tokens in two limbs fit into shared memory once.
+    size = how.slopes if q.shape[0] == 1 else how.slopes._replace(stages=1)
+    kernel = _call(_slopes, call, how, (*wide, _f32(*of_last.shape)), size, True)
     return kernel(q, k, parts.seen, parts.left, parts.kept, parts.scores, parts.seeing, of_out, of_last)
 
 

@@ -97,6 +97,16 @@ def test_an_update_is_exact_and_waits_for_nothing_large(compiled, target):
     assert said["kernels"] and {one.kind for one in program.collectives} >= {"all-gather", "reduce-scatter"}
 
 
+# The compiler refuses a kernel that asks for more shared memory than a multiprocessor has.
+@pytest.mark.slow
+@pytest.mark.xdist_group("other")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_exact_update_of_a_hybrid_has_kernels_that_fit_into_shared_memory(compiled, dtype):
+    flags = ("--model=qwen3.5-0.8b", "--layers=4", f"--dtype={dtype}", "--rows=1", "--row_tokens=1024", "--segments=1")
+    said, _ = compiled("h200:1", *flags)
+    assert {"delta_inputs triton", "delta_rule triton"} <= set(said["kernels"])
+
+
 @pytest.mark.slow
 @pytest.mark.xdist_group(WORKERS["v6e:2x2"])
 def test_the_heads_gradient_is_scattered_and_its_weights_are_not_turned(compiled):
