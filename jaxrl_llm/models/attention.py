@@ -149,26 +149,35 @@ def mesh_step(
     partitioner: Partitioner,
     q: Float[Array, "S H C"],
     new: Mapping[str, Float[Array, "S K C"]],
-    cache: Mapping[str, Float[Array, "L S *T_K C"]],
+    cache: Mapping[str, jax.Array],
     layer: Int[Array, ""],
     positions: Int[Array, " S"],
     window: int | None,
-) -> tuple[Float[Array, "S H C"], dict[str, Float[Array, "L S *T_K C"]]]:
-    """Attends as `mesh_decode` over a cache without the `new` entries, and returns the cache with them too; each device writes its own."""
-    local = partial(decode_step, window=window)
+) -> tuple[Float[Array, "S H C"], dict[str, Float[Array, "L P *T_K C"]]]:
+    """Attends as `mesh_decode` over a cache without the `new` entries, and returns the cache with them too; each device writes its own.
+
+    A cache of pages has their "table" too, whose numbers count a device's own pages.
+    """
+    table = [cache["table"]] if "table" in cache else []
+
+    def local(q: Any, new: Any, cached: Any, layer: Any, positions: Any, *table: Any) -> Any:
+        return decode_step(q, new, cached, layer, positions, table=table[0] if table else None, window=window)
+
     parts, entries = (new["k"], new["v"]), (cache["k"], cache["v"])
     if partitioner.mesh.size == 1:
-        out, entries = local(q, parts, entries, layer, positions)
+        out, entries = local(q, parts, entries, layer, positions, *table)
         return out, {"k": entries[0], "v": entries[1]}
     queries, spec = _decode_specs(partitioner, q, cache)
     heads = PartitionSpec(spec[1], spec[caches.axes().index("kv_heads")], None)
     out, entries = jax.shard_map(
         local,
         mesh=partitioner.mesh,
-        in_specs=(queries, (heads, heads), (spec, spec), PartitionSpec(), PartitionSpec(queries[0])),
+        in_specs=(
+            queries, (heads, heads), (spec, spec), PartitionSpec(), *[PartitionSpec(queries[0])] * (1 + len(table)),
+        ),
         out_specs=(queries, (spec, spec)),
         check_vma=False,  # as above
-    )(q, parts, entries, layer, positions)
+    )(q, parts, entries, layer, positions, *table)  # fmt: skip
     return out, {"k": entries[0], "v": entries[1]}
 
 

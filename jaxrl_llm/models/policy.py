@@ -190,13 +190,15 @@ class Policy:
         name = "embedding" if self.architecture.tied else "head"
         return self._cut({name: params[name]})[name]
 
-    def cache_shapes(self, slots: int, length: int, dtype: str | None = None) -> dict[str, jax.ShapeDtypeStruct]:
+    def cache_shapes(
+        self, slots: int, length: int, dtype: str | None = None, pages: int = 0
+    ) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns shapes and shardings of a cache: {"k", "v"} of the layers that attend, in `dtype` or the compute dtype, with the axes
         `kernels.decode_attention.cache.axes()`; of layers with a state, "state" [L, slots, Hv, dk, dv] in float32 and
-        "conv" [L, slots, taps - 1, channels]."""
+        "conv" [L, slots, taps - 1, channels]. With `pages`, keys and values are those of so many pages of `length` entries."""
         size, delta = self.architecture, self.architecture.delta
         holding = sum(size.recurrent)
-        entries = caches.shape(size.layers - holding, slots, length, size.kv_heads, size.head_width)
+        entries = caches.shape(size.layers - holding, pages or slots, length, size.kv_heads, size.head_width)
         parts: dict[str, tuple[tuple[int, ...], str]] = dict.fromkeys(
             ("k", "v"), (entries, dtype or self.compute_dtype)
         )
@@ -208,9 +210,9 @@ class Policy:
             for name, (shape, kind) in parts.items()
         }
 
-    def cache(self, slots: int, length: int, dtype: str | None = None) -> Cache:
+    def cache(self, slots: int, length: int, dtype: str | None = None, pages: int = 0) -> Cache:
         """Creates an empty cache of these `cache_shapes`."""
-        shapes = self.cache_shapes(slots, length, dtype)
+        shapes = self.cache_shapes(slots, length, dtype, pages)
 
         def zeros() -> Cache:
             return {name: jnp.zeros(x.shape, x.dtype) for name, x in shapes.items()}
@@ -373,4 +375,6 @@ def check_bitwise(architecture: Architecture, partitioner: Partitioner, dtype: s
 
 def _cache_axes(name: str) -> Axes:
     """Returns the logical axes of a part of a cache."""
+    if name == "table":
+        return ("batch", None)
     return STATE_AXES[name] if name in STATE_AXES else caches.axes()

@@ -230,7 +230,7 @@ class Transformer(nnx.Module):
 
             def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Cache]:
                 new = {name: stored(x, cache[name].dtype) for name, x in (("k", k), ("v", v))}
-                if caches.heads_first() and tokens.shape[1] == 1 and not fresh:
+                if (caches.heads_first() or "table" in cache) and tokens.shape[1] == 1 and not fresh:
                     own = {name: x[:, 0] for name, x in new.items()}
                     place = index, positions[:, 0]
                     both = lambda window: mesh_step(self.partitioner, q[:, 0], own, cache, *place, window)  # noqa: E731

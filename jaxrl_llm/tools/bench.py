@@ -223,7 +223,7 @@ def for_target(case: Case, target: programs.Target) -> dict[str, Any]:
         elif case.work == "sample":
             served, cache = memory.cast(case.policy, case.dtype), None if case.cache == "auto" else case.cache
             length, readings = case.prompt_tokens + case.response_tokens, case.decode_chunk
-            program = decode.lowered(case.policy, served, case.slots, length, readings, cache)
+            program = decode.lowered(case.policy, served, case.slots, length, readings, cache, case.page)
             accounts = {"decode": memory.account(program)}
             count = flops.forward(size, [1]) * case.slots * readings
         else:

@@ -64,6 +64,7 @@ SWEPT: dict[str, tuple[Callable[[str], Any], str, str]] = {
     ),
     "slots": (int, "1024", "slots of the sampler"),
     "shrink": (int, "0", "factor by which the sampler's batch shrinks as its last sequences end; 0 for never"),
+    "page": (int, "0", "entries of a page of the sampler's cache; 0 gives each slot its own room"),
     "cache": (str, "auto", "dtype of cached keys and values: auto, as activations, or float8_e4m3fn"),
     "decode_chunk": (int, "64", "decode steps between two looks of the host"),
 }
@@ -127,8 +128,9 @@ class Case:
     def start_sampler(self) -> Engine:
         cache = None if self.cache == "auto" else self.cache
         sampler = EmbeddedSampler(
-            slots=self.slots, decode_chunk=self.decode_chunk, prefill_tokens=16384, cache=cache, shrink=self.shrink
-        )
+            slots=self.slots, decode_chunk=self.decode_chunk, prefill_tokens=16384, cache=cache, shrink=self.shrink,
+            page=self.page,
+        )  # fmt: skip
         return sampler.start(self.policy, None, max_length=self.prompt_tokens + self.response_tokens)
 
 

@@ -139,7 +139,8 @@ def of_sampling(policy: Policy, sampler: EmbeddedSampler, stage: Stage, max_leng
     """Returns the bytes of the sampler's weights, where they are a copy, and the account of a decode chunk including its cache."""
     served, plain = served_shapes(policy, sampler), policy.plain
     capacity = capacity_of(sampler, stage, max_length, policy.partitioner.batch_shards)
-    program = decode.lowered(plain, served, capacity.slots, capacity.length, sampler.decode_chunk, sampler.cache)
+    shape = capacity.slots, capacity.length, sampler.decode_chunk, sampler.cache, sampler.page
+    program = decode.lowered(plain, served, *shape)
     return copy(policy, sampler, stage), account(program)
 
 

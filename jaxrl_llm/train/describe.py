@@ -41,8 +41,8 @@ from jaxrl_llm.models.lora import AdaptedPolicy
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.protocols import Isolating
 from jaxrl_llm.samplers.embedded import decode
+from jaxrl_llm.samplers.embedded.capacity import Capacity, bucket
 from jaxrl_llm.samplers.embedded.sampler import EmbeddedSampler
-from jaxrl_llm.samplers.embedded.slots import Capacity, bucket
 from jaxrl_llm.samplers.requests import Request
 from jaxrl_llm.train.build import learner_of
 from jaxrl_llm.train.stage import Stage
@@ -131,12 +131,12 @@ def capacity_of(sampler: EmbeddedSampler, stage: Stage, max_length: int, shards:
         prefixes=[np.zeros(stage.max_prompt_tokens, np.int32)] * stage.prompts_per_step, n=stage.group_size,
         settings=stage.settings, seeds=[0] * stage.prompts_per_step, max_length=max_length,
     )  # fmt: skip
-    return Capacity.of([request], max_slots=sampler.slots, shards=shards)
+    return Capacity.of([request], max_slots=sampler.slots, shards=shards, page=sampler.page)
 
 
 def block_of(policy: Policy, sampler: EmbeddedSampler, stage: Stage, capacity: Capacity) -> jax.ShapeDtypeStruct:
     """Returns the shape of the tokens of a block of the longest prompts, as they are prefilled together."""
-    length = min(bucket(stage.max_prompt_tokens), capacity.length)
+    length = min(bucket(stage.max_prompt_tokens, capacity.page or 1), capacity.length)
     rows = min(max(sampler.prefill_tokens // length, 1), stage.prompts_per_step)
     return jax.ShapeDtypeStruct((bucket(rows, policy.partitioner.batch_shards), length), jnp.int32)
 
@@ -148,7 +148,8 @@ def _trace_sampling(policy: Policy, sampler: EmbeddedSampler, stage: Stage, max_
     block = block_of(policy, sampler, stage, capacity)
     jax.eval_shape(partial(decode.prefill, policy=policy, dtype=sampler.cache), params, block)
     run = partial(decode.decode, policy=policy, steps=sampler.decode_chunk, cut=False)
-    jax.eval_shape(run, decode.Served(params), *decode.shapes(policy, capacity.slots, capacity.length, sampler.cache))
+    held = decode.shapes(policy, capacity.slots, capacity.length, sampler.cache, sampler.page)
+    jax.eval_shape(run, decode.Served(params), *held)
 
 
 def better(choice: Choice) -> str | None:

@@ -32,6 +32,7 @@ class Call:
       width: width of a head.
       length: entries of a slot's cache, tokens.
       window: entries this many positions behind the query, or more, are not seen; None sees all.
+      page: entries of a page, where slots share pages; None where each has its own entries.
     """
 
     platform: str
@@ -42,15 +43,17 @@ class Call:
     width: int
     length: int
     window: int | None
+    page: int | None = None
 
 
 def decode_attention(
     q: Float[Array, "S H C"],
-    keys: Float[Array, "L S *T_K C"],
-    values: Float[Array, "L S *T_K C"],
+    keys: Float[Array, "L P *T_K C"],
+    values: Float[Array, "L P *T_K C"],
     layer: Int[Array, ""],
     positions: Int[Array, " S"],
     *,
+    table: Int[Array, "S N"] | None = None,
     window: int | None = None,
     backend: str | None = None,
 ) -> Float[Array, "S H C"]:
@@ -63,6 +66,8 @@ def decode_attention(
       values: the cache's values.
       layer: number of the layer that is read, in 0..L-1.
       positions: position of each query, tokens; at least 0. Beyond the cache's last entry, that one is the last seen.
+      table: numbers of each slot's pages, in 0..P-1, where `keys` and `values` are P pages (`cache`); None where each slot has its own
+        entries.
       window: a query sees entries with position - entry < window; None sees all.
       backend: one of READING, or None for the first that supports the call.
 
@@ -72,21 +77,22 @@ def decode_attention(
     Raises:
       ValueError: shapes or dtypes that do not fit, an unknown backend, or a named backend that does not support the call.
     """
-    call = _call(q, keys, values, window)
+    call = _call(q, keys, values, window, table)
     module = dispatch.choose("decode_attention", READING, call, backend)
-    return _attended(module, q, (keys, values), layer, positions, call)
+    return _attended(module, q, (keys, values), layer, positions, call, table)
 
 
 def decode_step(
     q: Float[Array, "S H C"],
     new: tuple[Float[Array, "S K C"], Float[Array, "S K C"]],
-    cached: tuple[Float[Array, "L S *T_K C"], Float[Array, "L S *T_K C"]],
+    cached: tuple[Float[Array, "L P *T_K C"], Float[Array, "L P *T_K C"]],
     layer: Int[Array, ""],
     positions: Int[Array, " S"],
     *,
+    table: Int[Array, "S N"] | None = None,
     window: int | None = None,
     backend: str | None = None,
-) -> tuple[Float[Array, "S H C"], tuple[Float[Array, "L S *T_K C"], Float[Array, "L S *T_K C"]]]:
+) -> tuple[Float[Array, "S H C"], tuple[Float[Array, "L P *T_K C"], Float[Array, "L P *T_K C"]]]:
     """Writes the keys and values of each slot's new token at its position, and attends as `decode_attention` does.
 
     Args:
@@ -95,6 +101,7 @@ def decode_step(
       cached: keys and values of all layers; donated arrays are written in place.
       layer: number of the layer that is written and read.
       positions: positions of the new tokens.
+      table: as in `decode_attention`; no two slots may write to one entry that is read.
       window: as in `decode_attention`.
       backend: one of BACKENDS, or None for the first that supports the call.
 
@@ -104,7 +111,7 @@ def decode_step(
     Raises:
       ValueError: as for `decode_attention`, or new entries do not fit the cache.
     """
-    call = _call(q, *cached, window)
+    call = _call(q, *cached, window, table)
     shape = (q.shape[0], call.kv_heads, call.width)
     if any((x.shape, x.dtype) != (shape, cached[0].dtype) for x in new):
         found = ", ".join(f"{x.dtype} {x.shape}" for x in new)
@@ -114,22 +121,30 @@ def decode_step(
     if module.__name__.rpartition(".")[2] in WRITING:
         out, cached = module.step(q, new, cached, layer, positions, call)
         return out, cached
-    keys, values = (cache.write(x, n[:, None], layer, positions[:, None]) for x, n in zip(cached, new))
-    return _attended(module, q, (keys, values), layer, positions, call), (keys, values)
+    if table is None:
+        keys, values = (cache.write(x, n[:, None], layer, positions[:, None]) for x, n in zip(cached, new))
+    else:
+        keys, values = (cache.write_paged(x, n, layer, positions, table) for x, n in zip(cached, new))
+    return _attended(module, q, (keys, values), layer, positions, call, table), (keys, values)
 
 
-def _attended(module: Any, q: jax.Array, cached: Any, layer: jax.Array, positions: jax.Array, call: Call) -> jax.Array:
+def _attended(
+    module: Any, q: jax.Array, cached: Any, layer: jax.Array, positions: jax.Array, call: Call, table: jax.Array | None
+) -> jax.Array:
     last = jnp.clip(positions, 0, call.length - 1).astype(jnp.int32)
-    out: jax.Array = module.attend(q, *cached, jnp.asarray(layer, jnp.int32), last, call)
+    pages = {} if table is None else {"table": table.astype(jnp.int32)}
+    out: jax.Array = module.attend(q, *cached, jnp.asarray(layer, jnp.int32), last, call, **pages)
     return out
 
 
-def _call(q: jax.Array, keys: jax.Array, values: jax.Array, window: int | None) -> Call:
+def _call(q: jax.Array, keys: jax.Array, values: jax.Array, window: int | None, table: jax.Array | None = None) -> Call:
     """Checks the arguments of a call and returns its description."""
     order = ("L", "S", "K", "T", "C") if cache.heads_first() else ("L", "S", "T", "K", "C")
-    if keys.ndim != 5 or keys.shape != values.shape or (keys.shape[1], keys.shape[4]) != (q.shape[0], q.shape[2]):
+    rows = keys.shape[1:2] if table is None else table.shape[:1]
+    if keys.ndim != 5 or keys.shape != values.shape or (*rows, keys.shape[4]) != (q.shape[0], q.shape[2]):
+        paged = "" if table is None else f", table {table.shape}"
         raise ValueError(
-            f"q [S, H, C] and cache [{', '.join(order)}] must fit (got {q.shape}, {keys.shape}, {values.shape})"
+            f"q [S, H, C] and cache [{', '.join(order)}] must fit (got {q.shape}, {keys.shape}, {values.shape}{paged})"
         )
     sizes = dict(zip(order, keys.shape))
     if q.shape[1] % sizes["K"]:
@@ -146,6 +161,7 @@ def _call(q: jax.Array, keys: jax.Array, values: jax.Array, window: int | None) 
         heads=q.shape[1],
         kv_heads=sizes["K"],
         width=q.shape[2],
-        length=sizes["T"],
+        length=sizes["T"] * (1 if table is None else table.shape[1]),
         window=window,
+        page=None if table is None else sizes["T"],
     )

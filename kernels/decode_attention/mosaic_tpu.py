@@ -66,6 +66,8 @@ def refusal(call: Call) -> str | None:
         return f"it takes bfloat16, not {call.dtype}: set Policy's compute_dtype"
     if call.width % LANES:
         return f"heads must be a multiple of {LANES} wide (got {call.width})"
+    if call.page is not None:
+        return "its cache holds whole slots, not pages"
     if call.length % PAGE:
         return f"the cache's length must be a multiple of {PAGE} tokens (got {call.length})"
     return None

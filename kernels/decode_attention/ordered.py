@@ -13,6 +13,8 @@ from jaxrl_llm.kernels.ordered import arithmetic
 
 def refusal(call: Call) -> str | None:
     """Returns the reason why this backend cannot take the call, or None."""
+    if call.page is not None:
+        return "its cache holds whole slots, not pages"
     if call.cache_dtype != call.dtype:
         return f"its cache holds what the learner attends to, {call.dtype} (got {call.cache_dtype})"
     return arithmetic.refusal(call.platform) or (

@@ -17,14 +17,15 @@ def refusal(call: Call) -> str | None:
 
 def attend(
     q: Float[Array, "S H C"],
-    keys: Float[Array, "L S *T_K C"],
-    values: Float[Array, "L S *T_K C"],
+    keys: Float[Array, "L P *T_K C"],
+    values: Float[Array, "L P *T_K C"],
     layer: Int[Array, ""],
     positions: Int[Array, " S"],
     call: Call,
+    table: Int[Array, "S N"] | None = None,
 ) -> Float[Array, "S H C"]:
     """Computes attention as defined by `decode_attention`; softmax in float32, products in the dtype of `q` with float32 sums."""
-    k, v = (cache.of_layer(x, layer).astype(q.dtype) for x in (keys, values))
+    k, v = (cache.of_layer(x, layer, table).astype(q.dtype) for x in (keys, values))
     grouped = q.reshape(len(q), call.kv_heads, -1, call.width)
     scores = jnp.einsum("skgc,stkc->skgt", grouped, k, preferred_element_type=jnp.float32) * call.width**-0.5
     entries = jnp.arange(call.length)

@@ -3,7 +3,8 @@
 Grid: one program per slot and key head, for all query heads that share it (padded to the 16 rows of a tensor-core product). It iterates
 over the entries that the query sees in blocks of BLOCK with a running maximum m and sum of e, e = exp(s - m), rescaled when m grows
 (https://arxiv.org/abs/1805.02867). Rows and entries beyond the last repeat it: loads stay within the arrays, repeated rows store the
-same values as the last one, and repeated entries weigh 0. It reads the filled keys and values once.
+same values as the last one, and repeated entries weigh 0. It reads the filled keys and values once. Of a cache of pages, a block lies
+within one page, whose number it reads from the table.
 """
 
 import functools
@@ -33,6 +34,8 @@ def refusal(call: Call) -> str | None:
         return "it runs on NVIDIA GPUs (this is another GPU)"
     if call.dtype not in ("bfloat16", "float16"):
         return f"it takes bfloat16 and float16, not {call.dtype}: set Policy's compute_dtype"
+    if call.page is not None and call.page % BLOCK:
+        return f"pages must be of a multiple of {BLOCK} entries (got {call.page})"
     if call.width not in (32, 64, 128, 256):
         return f"heads must be 32, 64, 128 or 256 wide (got {call.width})"
     return None
@@ -40,11 +43,12 @@ def refusal(call: Call) -> str | None:
 
 def attend(
     q: Float[Array, "S H C"],
-    keys: Float[Array, "L S T K C"],
-    values: Float[Array, "L S T K C"],
+    keys: Float[Array, "L P T K C"],
+    values: Float[Array, "L P T K C"],
     layer: Int[Array, ""],
     positions: Int[Array, " S"],
     call: Call,
+    table: Int[Array, "S N"] | None = None,
     *,
     interpret: bool = False,
 ) -> Float[Array, "S H C"]:
@@ -57,11 +61,12 @@ def attend(
         grid=(slots, call.kv_heads),
         compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=STAGES),
         interpret=interpret,
-    )(layer.reshape(1), positions, grouped, keys, values)
+    )(layer.reshape(1), positions, grouped, keys, values, *([] if table is None else [table]))
     return out.reshape(q.shape)
 
 
-def _slot_head(layer: Any, positions: Any, q: Any, keys: Any, values: Any, out: Any, *, call: Call, group: int) -> None:
+def _slot_head(layer: Any, positions: Any, q: Any, keys: Any, values: Any, *rest: Any, call: Call, group: int) -> None:
+    *table, out = rest
     slot, head, index = pl.program_id(0), pl.program_id(1), layer[0]
     rows = jnp.minimum(jnp.arange(max(LEAST_ROWS, pl.next_power_of_2(group))), group - 1)
     last = positions[slot]
@@ -73,7 +78,9 @@ def _slot_head(layer: Any, positions: Any, q: Any, keys: Any, values: Any, out: 
         m, total, mixed = sums
         entries = block * BLOCK + jnp.arange(BLOCK)
         there = jnp.minimum(entries, last)
-        k, v = (x[index, slot, there, head, :].astype(q.dtype) for x in (keys, values))
+        own = slot if call.page is None else table[0][slot, block * BLOCK // call.page]
+        there = there if call.page is None else there % call.page
+        k, v = (x[index, own, there, head, :].astype(q.dtype) for x in (keys, values))
         scores = lax.dot_general(queries, k, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32) * scale
         scores = jnp.where((entries <= last) & (entries >= first), scores, MASKED)
         new = jnp.maximum(m, jnp.max(scores, axis=1))

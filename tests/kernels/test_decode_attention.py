@@ -1,6 +1,7 @@
 """Decode attention against a float64 derivation, for filled lengths, groups, windows and every backend."""
 
 import contextlib
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -12,11 +13,17 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxrl_llm.kernels import dispatch
-from jaxrl_llm.kernels.decode_attention import mosaic_tpu, triton
-from jaxrl_llm.kernels.decode_attention.api import Call, decode_attention
+from jaxrl_llm.kernels.decode_attention import mosaic_tpu, ordered, triton
+from jaxrl_llm.kernels.decode_attention.api import Call, decode_attention, decode_step
 
 LAYERS, SLOTS, LENGTH, WIDTH = 2, 3, 100, 32
 POSITIONS = np.array([0, 63, 99], np.int32)  # one entry, a full block of 64, and every entry
+
+
+@dataclass(frozen=True)
+class Chip:
+    platform: str
+    device_kind: str
 
 
 def arrays(heads, kv_heads, dtype=np.float32):
@@ -41,7 +48,7 @@ def expected(q, k, v, layer, window):
     return out
 
 
-def interpreted(q, k, v, layer, positions, window):
+def interpreted(q, k, v, layer, positions, window, table=None):
     call = Call(
         platform="gpu",
         dtype="",
@@ -51,8 +58,9 @@ def interpreted(q, k, v, layer, positions, window):
         width=WIDTH,
         length=LENGTH,
         window=window,
+        page=None if table is None else k.shape[2],
     )
-    return triton.attend(q, k, v, layer, positions, call, interpret=True)
+    return triton.attend(q, k, v, layer, positions, call, table, interpret=True)
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton, interpreted"])
@@ -63,6 +71,66 @@ def test_each_slot_attends_to_its_filled_entries_alone(backend, heads, kv_heads,
     for layer in range(LAYERS):
         got = jax.jit(lambda i: run(q, k, v, i, jnp.asarray(POSITIONS), window=window))(layer)
         np.testing.assert_allclose(got, expected(q, k, v, layer, window), rtol=2e-5, atol=2e-5)
+
+
+def paged(k, v, size, rng):
+    """The entries of each slot in pages of a pool, in a random order, among others that hold what must not be read; and the table."""
+    each = -(-LENGTH // size)
+    table = rng.permutation(SLOTS * each + 5)[: SLOTS * each].reshape(SLOTS, each).astype(np.int32)
+    pools = []
+    for x in (np.asarray(k), np.asarray(v)):
+        pool = np.full((LAYERS, SLOTS * each + 5, size, *x.shape[3:]), 1e4, x.dtype)
+        whole = np.pad(x, ((0, 0), (0, 0), (0, each * size - LENGTH), (0, 0), (0, 0)), constant_values=1e4)
+        pool[:, table] = whole.reshape(LAYERS, SLOTS, each, size, *x.shape[3:])
+        pools.append(jnp.asarray(pool))
+    return *pools, jnp.asarray(table)
+
+
+@pytest.mark.parametrize(
+    ("backend", "size"), [("reference", 8), ("triton, interpreted", 64), ("triton, interpreted", 128)]
+)
+@pytest.mark.parametrize(("heads", "kv_heads", "window"), [(12, 2, None), (20, 1, 40)])
+def test_pages_are_read_as_the_slots_that_they_are_of(backend, size, heads, kv_heads, window):
+    q, k, v = arrays(heads, kv_heads)
+    keys, values, table = paged(k, v, size, np.random.default_rng(1))
+    run = interpreted if backend != "reference" else partial(decode_attention, backend=backend)
+    got = jax.jit(lambda i: run(q, keys, values, i, jnp.asarray(POSITIONS), window=window, table=table))(1)
+    np.testing.assert_allclose(got, expected(q, k, v, 1, window), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_a_step_writes_the_entry_of_its_page_alone(platform):
+    rng, size = np.random.default_rng(2), 8
+    q, k, v = arrays(4, 2)
+    keys, values, table = paged(k, v, size, rng)
+    new = tuple(jnp.asarray(rng.normal(size=(SLOTS, 2, WIDTH)), jnp.float32) for _ in range(2))
+    positions = np.array([0, 63, 104], np.int32)  # 13 pages have 104 entries: the last slot's is beyond them
+    with dispatch.target(Chip(platform, platform)):
+        turned = (lambda x: x.swapaxes(2, 3)) if platform == "tpu" else lambda x: x
+        run = partial(decode_step, table=table, backend="reference")
+        out, written = run(q, new, (turned(keys), turned(values)), jnp.int32(1), jnp.asarray(positions))
+    want = [np.array(keys), np.array(values)]
+    for x, entry in zip(want, new):
+        for slot in (0, 1):
+            x[1, table[slot, positions[slot] // size], positions[slot] % size] = entry[slot]
+    for x, found in zip(want, written):
+        np.testing.assert_array_equal(turned(np.asarray(found)), x)
+    whole = [x[:, np.asarray(table)].reshape(LAYERS, SLOTS, -1, 2, WIDTH) for x in want]
+    np.testing.assert_allclose(out[:2], expected(q, *whole, 1, None)[:2], rtol=2e-5, atol=2e-5)
+
+
+def test_kernels_that_read_whole_slots_refuse_pages():
+    call = {
+        "dtype": "bfloat16",
+        "cache_dtype": "bfloat16",
+        "heads": 4,
+        "kv_heads": 2,
+        "width": 128,
+        "length": 128,
+        "window": None,
+    }
+    for module, platform in ((mosaic_tpu, "tpu"), (ordered, "cpu")):
+        assert module.refusal(Call(platform=platform, page=64, **call)) == "its cache holds whole slots, not pages"
 
 
 def test_bfloat16_keeps_float32_sums():

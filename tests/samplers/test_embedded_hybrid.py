@@ -15,9 +15,9 @@ from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner
 from jaxrl_llm.experience import SamplingParams
 from jaxrl_llm.models import hf_weights
 from jaxrl_llm.models.policy import Policy
+from jaxrl_llm.samplers.embedded.capacity import Capacity
 from jaxrl_llm.samplers.embedded.room import COPIES, taken_bytes
 from jaxrl_llm.samplers.embedded.sampler import EmbeddedSampler
-from jaxrl_llm.samplers.embedded.slots import Capacity
 
 SIZES = {
     "vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
@@ -89,10 +89,11 @@ def test_24_greedy_tokens_are_those_of_transformers_with_slots_refilled_in_the_m
         assert one.tokens.tolist() == want[0, len(prefix) :].tolist()
 
 
-def test_log_probs_of_samples_are_those_of_a_full_forward_pass_and_of_one_at_a_time(models):
+@pytest.mark.parametrize("page", [0, 16])
+def test_log_probs_of_samples_are_those_of_a_full_forward_pass_and_of_one_at_a_time(models, page):
     _, policy, params = models
     settings = SamplingParams(max_tokens=20)
-    groups = drawn(policy, params, 3, settings, slots=4, decode_chunk=7)
+    groups = drawn(policy, params, 3, settings, slots=4, decode_chunk=7, page=page)
     alone = drawn(policy, params, 3, settings, slots=1, decode_chunk=20)
     rows = [(p, one) for p, group in zip(prefixes(), groups) for one in group]
     tokens, segments = np.zeros((len(rows), LENGTH), np.int32), np.zeros((len(rows), LENGTH), np.int32)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from jaxrl_llm.experience import SamplingParams
 from jaxrl_llm.kernels import dispatch
@@ -99,6 +99,11 @@ def block_of(vocabulary: int) -> int | None:
     if vocabulary < WIDE or dispatch.device().platform == "tpu":
         return None
     return next((block for block in BLOCKS if vocabulary % block == 0), None)
+
+
+def sample_keys(seed: UInt32[Array, "S 2"], sample: Int[Array, " S"]) -> Key[Array, " S"]:
+    """Returns the key of sample `sample` of a prefix with 64-bit seed (high, low); draw t folds t in."""
+    return jax.vmap(lambda s, i: jax.random.fold_in(jax.random.wrap_key_data(s, impl="threefry2x32"), i))(seed, sample)
 
 
 def noise(keys: Key[Array, " S"], drawn: Int[Array, " S"], vocabulary: int) -> Float[Array, "S N"]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int, Key, UInt32
+from jaxtyping import Array, Bool, Int
 
 from jaxrl_llm.distributed.mesh import Axes
 from jaxrl_llm.kernels import dispatch
@@ -24,10 +24,11 @@ from jaxrl_llm.models.linear import Adapted
 from jaxrl_llm.models.policy import Params, Policy, adapter_shapes
 from jaxrl_llm.models.transformer import Apart, Cache
 from jaxrl_llm.samplers.embedded import narrow
-from jaxrl_llm.samplers.embedded.choose import Choice, HostOrDevice, draw, noise, plain, read_temperature
+from jaxrl_llm.samplers.embedded.block import NO_TOKEN
+from jaxrl_llm.samplers.embedded.choose import Choice, HostOrDevice, draw, noise, plain, read_temperature, sample_keys
 from jaxrl_llm.samplers.embedded.shelf import of_rows
+from jaxrl_llm.samplers.requests import Draft
 
-NO_TOKEN = -1
 _TURNS = 16  # turns of the event loop in which an environment's answer becomes the next request; it takes four
 
 
@@ -62,6 +63,18 @@ class Slots(NamedTuple):
             place=np.zeros(slots, np.int32),
         )
 
+    def set(self, slot: int, draft: Draft) -> None:
+        """Lets a slot continue a sequence."""
+        request, settings = draft.request, draft.request.settings
+        seed, stops = request.seeds[draft.index], settings.stop_token_ids
+        self.last[slot] = draft.tokens[-1] if draft.count else draft.prefix[-1]
+        self.position[slot], self.place[slot] = len(draft.prefix) + draft.count - 1, request.place
+        self.drawn[slot], self.limit[slot] = draft.count, request.limit(draft.index)
+        self.min_tokens[slot], self.done[slot] = settings.min_tokens, False
+        self.stop_ids[slot], self.stop_ids[slot, : len(stops)] = NO_TOKEN, stops
+        self.seed[slot], self.sample[slot] = (seed >> 32, seed & 0xFFFFFFFF), draft.sample
+        self.choice.set(slot, settings)
+
 
 class Served(NamedTuple):
     """The weights that decoding reads: the policy's, and where `apart` is given, the layers' from there in their place."""
@@ -84,14 +97,14 @@ class Chunk(NamedTuple):
     position: jax.Array | None = None
 
 
-@partial(jax.jit, static_argnames=("policy", "slots", "length", "penalised", "dtype"))
+@partial(jax.jit, static_argnames=("policy", "slots", "length", "penalised", "dtype", "pages"))
 def empty(
-    *, policy: Policy, slots: int, length: int, penalised: bool, dtype: str | None = None
+    *, policy: Policy, slots: int, length: int, penalised: bool, dtype: str | None = None, pages: int = 0
 ) -> tuple[Cache, Bool[Array, "S V"]]:
-    """Returns an empty cache and the table of seen tokens, [slots, V], or [slots, 0] where no slot is penalised."""
+    """Returns an empty cache, see `Policy.cache`, and the table of seen tokens, [slots, V], or [slots, 0] where no slot is penalised."""
     vocabulary = policy.architecture.vocabulary_size if penalised else 0
     seen = policy.partitioner.constrain(jnp.zeros((slots, vocabulary), bool), ("batch", "vocabulary"))
-    return policy.constrained(policy.cache(slots, length, dtype)), seen
+    return policy.constrained(policy.cache(slots, length, dtype, pages)), seen
 
 
 @partial(jax.jit, static_argnames=("policy", "dtype", "record"))
@@ -134,10 +147,13 @@ def place(
     tokens: Int[Array, "N T"],
     slots: Int[Array, " K"],
     rows: Int[Array, " K"],
+    parts: Int[Array, "2 M"] | None = None,
     *,
     policy: Policy,
 ) -> tuple[Cache, Bool[Array, "S W"]]:
     """Copies prefilled row rows[k] into slot slots[k]; a slot beyond the last one is none. `tokens` is padded with -1.
+
+    Of a cache of pages, page parts[0, m] gets part parts[1, m] of the block's entries, cut into pages; one beyond the last is none.
 
     On GPUs it is a scatter, which writes those slots alone, in place. Elsewhere the prompts' places in all slots are written: for a
     scatter TPU's compiler changes the whole cache's layout, and a CPU's copies the rows first.
@@ -145,11 +161,13 @@ def place(
     scatters = refills_apart()
     source = jnp.full(seen.shape[0], -1, rows.dtype).at[slots].set(rows, mode="drop")
     fresh, taken = source >= 0, jnp.maximum(source, 0)
-    if scatters:
+    if scatters or parts is not None:
         block = policy.constrained(block, gathered=True)  # each device takes rows for its own slots
 
     def copied(old: jax.Array, new: jax.Array) -> jax.Array:
         axis = caches.entry_axis()
+        if parts is not None:
+            return old.at[:, parts[0]].set(caches.parts(new, old.shape[axis])[:, parts[1]], mode="drop")
         filled = (*[slice(None)] * (axis - 2), slice(new.shape[axis]))
         if scatters:
             return old.at[:, slots, *filled].set(new[:, rows], mode="drop")
@@ -185,6 +203,7 @@ def decode(
     cache: Cache,
     seen: Bool[Array, "S W"],
     slots: Slots,
+    table: Int[Array, "S N"] | None = None,
     *,
     policy: Policy,
     steps: int,
@@ -194,8 +213,11 @@ def decode(
     """Draws up to `steps` tokens of each slot that is not done; ends early where all are, except on GPUs, whose host would have to wait
     for each step to know that.
 
-    The first step feeds a prompt's last token once more, so that every draw of a response is made by this one program.
+    The first step feeds a prompt's last token once more, so that every draw of a response is made by this one program. `table` has the
+    slots' pages, where the cache is one of pages.
     """
+    if table is not None:
+        cache = {**cache, "table": table}
     count = len(slots.last)
     keys = sample_keys(jnp.asarray(slots.seed), jnp.asarray(slots.sample))
     params, apart = of_rows(served, slots.place)
@@ -242,6 +264,7 @@ def decode(
     else:
         _, cache, seen, last, chunk = jax.lax.while_loop(lambda c: (c[0] < steps) & ~jnp.all(c[4].done), step, carry)
     chunk = chunk._replace(last=last, position=slots.position + chunk.drawn - slots.drawn)
+    cache = {name: entries for name, entries in cache.items() if name != "table"}
     whole = jax.tree.map(lambda x: policy.partitioner.constrain(x, (None,) * x.ndim), chunk)
     return policy.constrained(cache), policy.partitioner.constrain(seen, ("batch", "vocabulary")), whole
 
@@ -288,22 +311,21 @@ def _no_routes(policy: Policy, shape: tuple[int, ...]) -> jax.Array | None:
     return jnp.full((*shape, layers, size.chosen), size.unrecorded, size.record_dtype)
 
 
-def shapes(policy: Policy, slots: int, length: int, dtype: str | None = None) -> tuple[Any, Any, Slots]:
-    """Returns the shapes of what `decode` takes beside the parameters, with caches of so many slots and tokens."""
-    seen = jax.ShapeDtypeStruct((slots, 0), bool, sharding=policy.partitioner.sharding(("batch", None), (slots, 0)))
-    return policy.cache_shapes(slots, length, dtype), seen, Slots.empty(slots, 4)
+def shapes(policy: Policy, slots: int, length: int, dtype: str | None = None, page: int = 0) -> tuple[Any, ...]:
+    """Returns the shapes of what `decode` takes beside the parameters, with caches of so many slots and tokens, or of pages for them."""
+    placed, each = policy.partitioner.sharding(("batch", None), (slots, 0)), -(-length // page) if page else 0
+    seen = jax.ShapeDtypeStruct((slots, 0), bool, sharding=placed)
+    pages = slots * each + policy.partitioner.batch_shards if page else 0
+    held = policy.cache_shapes(slots, page or length, dtype, pages), seen, Slots.empty(slots, 4)
+    return (*held, jax.ShapeDtypeStruct((slots, each), jnp.int32, sharding=placed)) if page else held
 
 
 def lowered(
-    policy: Policy, params: Params, slots: int, length: int, steps: int, dtype: str | None = None
+    policy: Policy, params: Params, slots: int, length: int, steps: int, dtype: str | None = None, page: int = 0
 ) -> jax.stages.Lowered:
-    """Returns the decode program of `params` (arrays or shapes) with caches of so many slots and tokens, ready to be compiled."""
-    return decode.lower(Served(params), *shapes(policy, slots, length, dtype), policy=policy, steps=steps, cut=False)
-
-
-def sample_keys(seed: UInt32[Array, "S 2"], sample: Int[Array, " S"]) -> Key[Array, " S"]:
-    """Returns the key of sample `sample` of a prefix with 64-bit seed (high, low); draw t folds t in."""
-    return jax.vmap(lambda s, i: jax.random.fold_in(jax.random.wrap_key_data(s, impl="threefry2x32"), i))(seed, sample)
+    """Returns the decode program of `params` (arrays or shapes) with caches as of `shapes`, ready to be compiled."""
+    held = shapes(policy, slots, length, dtype, page)
+    return decode.lower(Served(params), *held, policy=policy, steps=steps, cut=False)
 
 
 def check_shapes(policy: Policy, params: Params) -> None:

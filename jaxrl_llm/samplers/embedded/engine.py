@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -19,10 +19,12 @@ import numpy as np
 from jaxrl_llm.experience import Completion, SamplingParams
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.protocols import Conversation, Params
+from jaxrl_llm.samplers.embedded.block import Prefix, bytes_of
+from jaxrl_llm.samplers.embedded.capacity import Capacity, Counters
 from jaxrl_llm.samplers.embedded.decode import Chunk, finished
-from jaxrl_llm.samplers.embedded.room import announce, fitting, free_bytes, taken_bytes
+from jaxrl_llm.samplers.embedded.room import announce, fits_beside, fitting, free_bytes
 from jaxrl_llm.samplers.embedded.shelf import Shelf
-from jaxrl_llm.samplers.embedded.slots import Capacity, Counters, Prefix, SlotBatch, bytes_of
+from jaxrl_llm.samplers.embedded.slots import SlotBatch
 from jaxrl_llm.samplers.embedded.weights import Weights, deleted
 from jaxrl_llm.samplers.requests import Request, check
 
@@ -53,6 +55,7 @@ class Engine:
       record: whether completions record the experts of each token.
       keep: whether the slots of conversations are kept between their turns.
       shrink: factor by which a batch shrinks where its last sequences need no more slots and nothing waits; 0 for never.
+      page: entries of a page of the cache; 0 where each slot has its own room for the longest sequence.
       adapted: whether it gets adapters beside their base instead of their sum.
       shelf: the further sets of adapters that may be loaded beside the published one.
       version: the policy version it serves; -1 before the first publication.
@@ -69,6 +72,7 @@ class Engine:
     record: bool = False
     keep: bool = True
     shrink: int = 0
+    page: int = 0
     adapted: bool = False
     shelf: Shelf = field(default_factory=Shelf)
     version: int = field(default=-1, init=False)
@@ -83,8 +87,7 @@ class Engine:
         self._requests: set[Request] = set()
         self._task: asyncio.Task | None = None
         self._batch: SlotBatch | None = None
-        # A chunk that follows the one before on the device, and its version.
-        self._queued: tuple[Chunk, int] | None = None
+        self._queued: tuple[Chunk, int] | None = None  # a chunk that follows the running one, and its version
         self._stirred = asyncio.Event()  # wakes the task that waits for the next turn of a conversation
         self._programs: set[tuple] = set()
         self._counters = Counters()
@@ -288,36 +291,36 @@ class Engine:
         """Refills the slots and starts a chunk of decode steps."""
         self._grown(batch)
         self._resume(batch, params, version)
-        while not batch.place(params, version) and batch.room and (block := self._next_block(batch)):
-            self._counters.prefilled += batch.prefill(block, params, version)
-            self._counters.again += sum(request.conversation.known for request, _ in block if request.conversation)
+        while not batch.place(params, version) and batch.room:
+            if batch.preempted:
+                self._counters.again += batch.prefill_again(params, version, self.prefill_tokens)
+            elif block := self._next_block(batch):
+                self._counters.prefilled += batch.prefill(block, params, version)
+                self._counters.again += sum(request.conversation.known for request, _ in block if request.conversation)
+            else:
+                break
         if (fewer := self._fewer(batch)) < batch.capacity.slots:
             batch.resize(fewer)
+        batch.secure(self.decode_chunk)
         return batch.step(self._weights.served, self.decode_chunk)
 
     def _settled(self, batch: SlotBatch) -> bool:
         """Returns whether the batch stays unchanged after the running chunk, so that the next one need not wait for the host."""
         if jax.process_count() > 1 or self._waiting or batch.read or not batch.left(self.decode_chunk):
             return False
-        return self._fewer(batch, self.decode_chunk) == batch.capacity.slots
+        # Entries of both chunks, since the host has not seen the running one's.
+        return self._fewer(batch, self.decode_chunk) == batch.capacity.slots and batch.reserve(2 * self.decode_chunk)
 
     def _fewer(self, batch: SlotBatch, steps: int = 0) -> int:
-        """Returns the number of slots to which the last sequences move, by factors of `shrink`, where a device has room for both caches
-        meanwhile.
-
-        The last sequences are those with more than `steps` tokens to draw.
-        """
+        """Returns the number of slots to which the last sequences, those with more than `steps` tokens to draw, move, by factors of `shrink`,
+        where a device has room for both caches meanwhile."""
         live, slots = batch.left(steps), batch.capacity.slots
-        if not self.shrink or not live or self._waiting:
-            return slots
         unit = self.policy.partitioner.batch_shards
+        if not self.shrink or not live or self._waiting or (batch.pages is not None and unit > 1):
+            return slots
         while slots % (self.shrink * unit) == 0 and slots // self.shrink >= max(live, FEWEST * unit):
             slots //= self.shrink
-        both = (
-            taken_bytes(self.policy, replace(batch.capacity, slots=n), self.cache)
-            for n in (batch.capacity.slots, slots)
-        )
-        fits = self._free is None or slots == batch.capacity.slots or sum(both) <= self._free
+        fits = fits_beside(self.policy, batch.capacity, slots, self._free, self.cache)
         return slots if fits else batch.capacity.slots
 
     def _grown(self, batch: SlotBatch) -> None:
@@ -335,10 +338,9 @@ class Engine:
         going = set(found.values())
         self._waiting = deque(prefix for prefix in self._waiting if prefix[0] not in going) if going else self._waiting
         most = max(1, self.prefill_tokens // batch.capacity.length, batch.capacity.slots // 16)
-        for begin in range(0, len(found), most):
-            kept, prefilled = batch.resume(dict(list(found.items())[begin : begin + most]), params)
-            self._counters.kept += kept
-            self._counters.prefilled += prefilled
+        kept, prefilled = batch.resume(found, params, most) if found else (0, 0)
+        self._counters.kept += kept
+        self._counters.prefilled += prefilled
 
     def _next_block(self, batch: SlotBatch) -> list[Prefix]:
         """Returns the next waiting prefixes, up to `prefill_tokens` and up to the first that does not fit in the batch."""
@@ -357,7 +359,8 @@ class Engine:
         return block
 
     def _capacity(self, requests: set[Request]) -> Capacity:
-        return Capacity.of(list(requests), max_slots=self.slots, shards=self.policy.partitioner.batch_shards)
+        shards = self.policy.partitioner.batch_shards
+        return Capacity.of(list(requests), max_slots=self.slots, shards=shards, page=self.page)
 
     async def _look_at_memory(self) -> None:
         """Measures the free memory, while there is no cache and the making of the weights has freed its memory."""
@@ -385,7 +388,7 @@ class Engine:
         """Returns whether a request fits in the batch, with the slots that a device has room for at its length."""
         held, wanted = batch.whole, self._capacity({request})
         if wanted.length <= held.length and wanted.penalised <= held.penalised:
-            wanted = self._fitting(replace(wanted, length=held.length, penalised=held.penalised))
+            wanted = self._fitting(wanted.stretched(held))
         return held.holds(wanted)
 
     def _fail(self, error: Exception) -> None:

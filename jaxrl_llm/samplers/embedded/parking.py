@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from jaxrl_llm.kernels.decode_attention import cache as caches
 from jaxrl_llm.models.policy import Params, Policy
 from jaxrl_llm.models.transformer import Cache
 from jaxrl_llm.samplers.embedded.shelf import of_rows
@@ -104,6 +105,7 @@ def lengthen(
     starts: Int[Array, " N"],
     slots: Int[Array, " N"],
     places: Int[Array, " N"] | None = None,
+    table: Int[Array, "N P"] | None = None,
     *,
     policy: Policy,
 ) -> Cache:
@@ -111,10 +113,19 @@ def lengthen(
 
     A row whose slot is beyond the last one is padding. Entries of padding lie behind those of the tokens, where they are overwritten
     before they are read, or beyond the end of the slot, where they are dropped. `places` are the rows' sets of adapters, where several
-    are served.
+    are served. `table` has the numbers of the slots' pages, among those of all shards, where the cache is one of pages.
     """
     params = of_rows(params, places)
-    rows = {name: jnp.take(entries, slots, axis=1, mode="clip") for name, entries in cache.items()}
+    taken = (
+        partial(jnp.take, indices=slots, axis=1, mode="clip")
+        if table is None
+        else partial(caches.gathered, table=table)
+    )
+    rows = {name: taken(entries) for name, entries in cache.items()}
     positions = starts[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
     _, rows, _ = policy.looped.routed_extend(params, rows, tokens, positions)
-    return {name: entries.at[:, slots].set(rows[name], mode="drop") for name, entries in cache.items()}
+    if table is None:
+        return {name: entries.at[:, slots].set(rows[name], mode="drop") for name, entries in cache.items()}
+    # Pages that several rows share get the same entries from each.
+    size, numbers = cache["k"].shape[caches.entry_axis()], table.reshape(-1)
+    return {name: entries.at[:, numbers].set(caches.parts(rows[name], size)) for name, entries in cache.items()}

@@ -1,6 +1,6 @@
 """Computes how many slots fit in a device's memory.
 
-    taken = keys and values, or states + table of seen tokens + COPIES x float32 logits,  at most SHARE x (limit - in use)
+    taken = keys and values, or pages of them, or states + table of seen tokens + COPIES x float32 logits,  at most SHARE x (limit - in use)
 
 The rest is for a block of prompts being prefilled, workspaces of libraries and fragmentation.
 """
@@ -17,11 +17,12 @@ import numpy as np
 
 from jaxrl_llm.kernels import dispatch
 from jaxrl_llm.models.policy import Policy
-from jaxrl_llm.samplers.embedded.slots import Capacity, bucket
+from jaxrl_llm.samplers.embedded.capacity import Capacity, bucket
 
 SHARE = 0.9
 COPIES = 4  # copies of a step's logits: the logits, noise, and sorted logits where a filter is set
 APART = 0.1
+LEAST = 4  # fewest pages: those of slots that fill a quarter of their longest sequence
 MIB, GIB = 2**20, 2**30
 
 _log = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ def taken_bytes(policy: Policy, capacity: Capacity, dtype: str | None = None) ->
         return math.prod(policy.partitioner.sharding(axes, shape).shard_shape(shape))
 
     logits = on_a_device(("batch", "vocabulary"), vocabulary)
-    parts = policy.cache_shapes(slots, capacity.length, dtype).values()
+    parts = policy.cache_shapes(slots, capacity.page or capacity.length, dtype, capacity.pages).values()
     cache = sum(math.prod(x.sharding.shard_shape(x.shape)) * jnp.dtype(x.dtype).itemsize for x in parts)
     return cache + COPIES * 4 * logits + (logits if capacity.penalised else 0)
 
@@ -66,7 +67,8 @@ def room_apart(policy: Policy, params: Any) -> bool:
 
 
 def fitting(policy: Policy, wanted: Capacity, free: int | None, dtype: str | None = None) -> Capacity:
-    """Returns `wanted`, with fewer slots where so many do not fit: the largest shards x 2^k that does.
+    """Returns `wanted`, with fewer slots where so many do not fit: the largest shards x 2^k that does. Of pages there are as many as fit
+    then, at least those of a quarter of what the slots may fill, and of the longest sequence.
 
     Raises:
       MemoryError: not even one slot a shard fits.
@@ -75,7 +77,7 @@ def fitting(policy: Policy, wanted: Capacity, free: int | None, dtype: str | Non
         return wanted
     shards = policy.partitioner.batch_shards
     smaller = replace(wanted, slots=bucket(wanted.slots, shards))
-    while taken_bytes(policy, smaller, dtype) > SHARE * free:
+    while taken_bytes(policy, smaller := _paged(policy, smaller, free, dtype), dtype) > SHARE * free:
         if smaller.slots <= shards:
             raise MemoryError(
                 f"the cache of one sequence of {wanted.length} tokens takes {_gib(taken_bytes(policy, smaller, dtype))} on a device, "
@@ -87,14 +89,34 @@ def fitting(policy: Policy, wanted: Capacity, free: int | None, dtype: str | Non
     return smaller
 
 
+def fits_beside(policy: Policy, capacity: Capacity, slots: int, free: int | None, dtype: str | None = None) -> bool:
+    """Returns whether a batch may move to `slots` slots: a device has room for both caches. Pages stay where they are."""
+    if free is None or capacity.page or slots == capacity.slots:
+        return True
+    return sum(taken_bytes(policy, replace(capacity, slots=n), dtype) for n in (capacity.slots, slots)) <= free
+
+
+def _paged(policy: Policy, capacity: Capacity, free: int, dtype: str | None) -> Capacity:
+    """Returns a capacity with as many pages as fit, or as it must have."""
+    if not capacity.page:
+        return capacity
+    shards, each = policy.partitioner.batch_shards, capacity.length // capacity.page
+    slots = capacity.slots // shards
+    one, two = (taken_bytes(policy, replace(capacity, pages=n * shards), dtype) for n in (1, 2))
+    fitting = 1 + int(SHARE * free - one) // (two - one)
+    least = 1 + max(each, -(-slots * each // LEAST))
+    return replace(capacity, pages=shards * min(max(fitting, least), 1 + slots * each))
+
+
 def announce(policy: Policy, wanted: Capacity, given: Capacity, free: int, dtype: str | None = None) -> None:
     """Logs that there are fewer slots than were wanted, and why."""
     _log.warning(
-        "%d slots of %d tokens take %s on a device, where %s may be taken: sampling with %d slots, %s. Set "
-        "embedded.EmbeddedSampler.slots to that, shorten prompts or responses, or give JAX more by "
-        "XLA_PYTHON_CLIENT_MEM_FRACTION",
+        "%d slots of %d tokens take %s on a device, where %s may be taken: sampling with %d slots%s, %s. %sshorten prompts or responses, "
+        "or give JAX more by XLA_PYTHON_CLIENT_MEM_FRACTION",
         wanted.slots, wanted.length, _gib(taken_bytes(policy, wanted, dtype)), _gib(SHARE * free), given.slots,
-        _gib(taken_bytes(policy, given, dtype)),
+        f" and {given.pages} of {wanted.pages} pages" if wanted.page else "", _gib(taken_bytes(policy, given, dtype)),
+        "Sequences that find no page wait. To change that, " if given.pages and given.slots == wanted.slots
+        else "Set embedded.EmbeddedSampler.slots to that, ",
     )  # fmt: skip
 
 

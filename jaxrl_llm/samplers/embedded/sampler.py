@@ -6,12 +6,26 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm import components
+from jaxrl_llm.kernels import dispatch
+from jaxrl_llm.kernels.decode_attention import triton
 from jaxrl_llm.kernels.decode_attention.api import NARROW
 from jaxrl_llm.models.lora import AdaptedPolicy
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.samplers.embedded.decode import served
 from jaxrl_llm.samplers.embedded.engine import Engine
 from jaxrl_llm.samplers.embedded.shelf import Shelf
+
+
+def pages_allowed(policy: Policy, page: int) -> str | None:
+    """Returns what EmbeddedSampler.page must be, where pages of so many entries cannot be read; else None."""
+    platform = dispatch.device().platform
+    if policy.bitwise:
+        return "0 in the bitwise mode, whose kernels read whole slots"
+    if platform == "tpu":
+        return "0 on TPUs, whose kernel reads whole slots"
+    if platform == "gpu" and page % triton.BLOCK:
+        return f"a multiple of {triton.BLOCK} on GPUs, whose kernel reads so many entries at a time"
+    return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +65,10 @@ class EmbeddedSampler:
         each output channel, rounded anew at each publication: half the memory of bfloat16, in addition to the learner's own weights.
         Samples are then those of the rounded policy: `gap/*` measures how far it is from the learner's, and an algorithm's `correction`
         weights tokens by it.
+      page: entries of a page of the cache; slots share a pool of pages and take those that they fill, and the samples of a prompt share its
+        whole pages. Where the pool is smaller than all slots could fill, the last sequences placed give theirs up when no page is free, and
+        are prefilled again later: many slots then have room for few long responses. On NVIDIA GPUs a multiple of 64 that is a power of two,
+        and not on TPUs. 0 gives each slot its own room for the longest sequence.
     """
 
     slots: int = 512
@@ -65,6 +83,7 @@ class EmbeddedSampler:
     adapters: bool = False
     loaded: int = 0
     weights: str | None = None
+    page: int = 0
 
     def __post_init__(self) -> None:
         components.one_of(self, (None, *NARROW), "cache")
@@ -80,6 +99,9 @@ class EmbeddedSampler:
             components.refuse(
                 self, "loaded", "0 without embedded.EmbeddedSampler.adapters, beside which others are loaded"
             )
+        components.at_least(self, 0, "page")
+        if self.page & (self.page - 1):
+            components.refuse(self, "page", "a power of two, or 0")
         components.at_least(self, 1, "slots", "decode_chunk", "prefill_tokens")
         if self.shrink != 0:
             components.at_least(self, 2, "shrink")
@@ -91,7 +113,7 @@ class EmbeddedSampler:
 
         Raises:
           ValueError: where `max_length`, in tokens of a prompt and its response, is not within 2..max_positions, or the policy's
-            bitwise mode excludes the dtype of cache or weights.
+            bitwise mode excludes the dtype of cache or weights, or pages cannot be read there.
         """
         if not 2 <= max_length <= policy.architecture.max_positions:
             raise ValueError(
@@ -104,10 +126,12 @@ class EmbeddedSampler:
                     f"the bitwise mode keeps weights, keys and values as the learner has them (got embedded.EmbeddedSampler.{name} = {kind!r}): "
                     "leave it None, or set BITWISE = False"
                 )
+        if self.page and (allowed := pages_allowed(policy, self.page)):
+            components.refuse(self, "page", allowed)
         shelf = Shelf(policy=policy, places=self.loaded) if isinstance(policy, AdaptedPolicy) else Shelf()
         return Engine(
             policy=plain, adapted=self.adapters and policy is not plain, shelf=shelf, serve=partial(served, plain, share=self.share_weights, gather=self.gather_weights, weights=self.weights), tokenizer=tokenizer, max_length=max_length, slots=self.slots,
             decode_chunk=self.decode_chunk, prefill_tokens=self.prefill_tokens, cache=self.cache,
             record=self.record_routes and policy.architecture.experts is not None, keep=self.keep_turns,
-            shrink=self.shrink,
+            shrink=self.shrink, page=self.page,
         )  # fmt: skip

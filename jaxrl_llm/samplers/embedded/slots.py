@@ -2,129 +2,22 @@
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 
 import jax
 import numpy as np
 
-from jaxrl_llm.kernels.decode_attention import cache as caches
 from jaxrl_llm.models.policy import Params, Policy
 from jaxrl_llm.models.transformer import Cache
 from jaxrl_llm.samplers.embedded import choose, decode, parking
+from jaxrl_llm.samplers.embedded.block import NO_TOKEN, Block, Prefix, Recorded, bytes_of, padded
+from jaxrl_llm.samplers.embedded.capacity import Capacity, bucket, shortest
+from jaxrl_llm.samplers.embedded.pages import Pages
 from jaxrl_llm.samplers.requests import Decode, Draft, Request
 
-Prefix = tuple[Request, int]  # a request and the index of one of its prefixes
-
-_SHORTEST = 16  # tokens of the shortest bucket: shorter ones would compile more programs and save nothing
-_STOP_IDS = 4  # fewest stop ids that a batch has room for
 _STATE = ("last", "position", "drawn", "done")  # the fields of Slots that a chunk changes
 _REFILLS = 16  # refills that write fewer slots than a 16th of a batch's are one program
 _TOLD = 64  # tokens of the shortest bucket between two turns: messages are seldom much longer
-
-
-def _shortest() -> int:
-    """Returns the shortest cache of a slot, in tokens."""
-    return max(_SHORTEST, caches.page())
-
-
-def bucket(size: int, unit: int = 1) -> int:
-    """Returns the smallest unit x 2^k that holds `size`."""
-    return unit << max(0, -(-size // unit) - 1).bit_length()
-
-
-def bytes_of(prefix: Prefix) -> bytes:
-    """Returns the place of a prefix's adapters and its token ids as bytes, by which equal prefixes are found."""
-    request, index = prefix
-    return np.asarray([request.place, *request.prefixes[index]], np.int32).tobytes()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Capacity:
-    """The fixed shapes of a batch.
-
-    Attributes:
-      slots: sequences at a time.
-      length: tokens of a slot's cache.
-      stop_ids: stop ids of a slot.
-      penalised: whether seen tokens are recorded, for a repetition penalty.
-    """
-
-    slots: int
-    length: int
-    stop_ids: int
-    penalised: bool
-
-    @classmethod
-    def of(cls, requests: Sequence[Request], *, max_slots: int, shards: int) -> "Capacity":
-        """Returns the smallest buckets that hold `requests`; rows fill the mesh's batch shards."""
-        asked = sum(request.sequences for request in requests)
-        slots = bucket(max(asked, *(request.at_once for request in requests)), shards)
-        length = bucket(max(request.length for request in requests), _shortest())
-        longest, page = max(request.max_length for request in requests), caches.page()
-        return cls(
-            slots=min(slots, -(-max_slots // shards) * shards),
-            length=min(length, -(-longest // page) * page),
-            stop_ids=bucket(max(len(request.settings.stop_token_ids) for request in requests), _STOP_IDS),
-            penalised=any(request.settings.repetition_penalty != 1 for request in requests),
-        )
-
-    def holds(self, other: "Capacity") -> bool:
-        return (
-            self.slots >= other.slots
-            and self.length >= other.length
-            and self.stop_ids >= other.stop_ids
-            and self.penalised >= other.penalised
-        )
-
-
-@dataclass(kw_only=True)
-class Counters:
-    """Tokens, slot-steps of decoding, and seconds of a sampler's work since the last call of its `metrics`."""
-
-    generated: int = 0
-    prefilled: int = 0
-    again: int = 0
-    kept: int = 0
-    evicted: int = 0
-    slot_steps: int = 0
-    seconds: float = 0.0
-
-    def metrics(self) -> dict[str, float]:
-        """Returns the counters by name; occupancy is the share of slot-steps that gave a kept token."""
-        return {
-            "sampler/generated_tokens": float(self.generated),
-            "sampler/prefill_tokens": float(self.prefilled),
-            "sampler/prefill_again_tokens": float(self.again),
-            "sampler/kept_tokens": float(self.kept),
-            "sampler/evicted_tokens": float(self.evicted),
-            "sampler/tokens_per_s": self.generated / self.seconds if self.seconds else 0.0,
-            "sampler/occupancy": self.generated / self.slot_steps if self.slot_steps else 0.0,
-            "sampler/seconds": self.seconds,
-        }
-
-
-@dataclass(eq=False)
-class Recorded:
-    """The experts of the tokens of a block's prompts, [N, T, L, k], copied from the device at the first use."""
-
-    device: jax.Array
-
-    @cached_property
-    def host(self) -> np.ndarray:
-        return np.asarray(self.device)
-
-
-@dataclass(kw_only=True)
-class Block:
-    """Prefilled prompts: rows of `cache`, `tokens` (padded with -1) and `places` of their adapters, and the sequences that are still to be copied into slots."""
-
-    cache: Cache
-    tokens: np.ndarray
-    places: np.ndarray
-    version: int
-    drafts: deque[tuple[int, Draft]]
-    routes: Recorded | None = None
 
 
 class SlotBatch:
@@ -141,36 +34,41 @@ class SlotBatch:
     ):
         """Creates empty slots; `programs` collects the compiled shapes; `dtype` is the cache's, or None for the policy's; `record` keeps the
         experts of each token; `keep` parks slots whose conversation may go on."""
-        self.policy, self.capacity, self._programs, self._dtype, self._record = (
-            policy,
-            capacity,
-            programs,
-            dtype,
-            record,
-        )
+        self.policy, self.capacity, self._programs = policy, capacity, programs
+        self._dtype, self._record = dtype, record
         self._slots = decode.Slots.empty(capacity.slots, capacity.stop_ids)
         self._drafts: list[Draft | None] = [None] * capacity.slots
         self._block: Block | None = None
+        self.pages = Pages.of(capacity, policy.partitioner.batch_shards) if capacity.page else None
+        self._age = np.zeros(capacity.slots, np.int64)  # of the slots' sequences: the number of those placed before
+        self._placed = 0
+        self._again: deque[Draft] = deque()  # sequences whose pages others needed
         self._programs.add(("empty", capacity))
         self._cache, self._seen = decode.empty(
-            policy=policy, slots=capacity.slots, length=capacity.length, penalised=capacity.penalised, dtype=dtype
-        )
+            policy=policy, slots=capacity.slots, length=capacity.page or capacity.length, penalised=capacity.penalised,
+            dtype=dtype, pages=capacity.pages,
+        )  # fmt: skip
         self.whole = capacity  # the capacity of the batch before it is resized
         self.parking: parking.Parking | None = None  # until a slot is parked
         self._keeps = keep and not (record or capacity.penalised) and self._cache.keys() == parking.KEPT
 
     @property
     def busy(self) -> bool:
-        return self._block is not None or any(draft is not None for draft in self._drafts)
+        return self._block is not None or bool(self._again) or any(draft is not None for draft in self._drafts)
 
     def left(self, steps: int = 0) -> int | None:
         """Returns the number of sequences with more than `steps` tokens to draw, as if none stopped earlier; None where a block or
         turns may add others."""
         live = [slot for slot, draft in enumerate(self._drafts) if draft is not None and draft.request.open]
         turns = any(self._drafts[slot].request.conversation for slot in live)  # type: ignore[union-attr]
-        if self._block is not None or self.parking or turns:
+        if self._block is not None or self._again or self.parking or turns:
             return None
         return int(np.sum(self._slots.limit[live] - self._slots.drawn[live] > steps))
+
+    @property
+    def preempted(self) -> bool:
+        """Whether sequences that have begun wait, since others needed their pages."""
+        return bool(self._again)
 
     @property
     def read(self) -> bool:
@@ -184,7 +82,12 @@ class SlotBatch:
         source = np.zeros(slots, np.int32)
         source[: len(live)] = live
         self._programs.add(("resize", self.capacity, slots))
-        self._cache, self._seen = decode.resized(self._cache, self._seen, source, policy=self.policy)
+        moved = {name: part for name, part in self._cache.items() if self.pages is None or name not in parking.KEPT}
+        moved, self._seen = decode.resized(moved, self._seen, source, policy=self.policy)
+        self._cache = {**self._cache, **moved}
+        if self.pages is not None:
+            self.pages.move(live, slots)
+        self._age = np.concatenate([self._age[live], np.zeros(slots - len(live), np.int64)])
         held, self._slots = self._slots, decode.Slots.empty(slots, self.capacity.stop_ids)
         for new, old in zip(jax.tree.leaves(self._slots), jax.tree.leaves(held), strict=True):
             new[: len(live)] = old[live]
@@ -197,7 +100,11 @@ class SlotBatch:
             if draft is not None and not draft.request.open:
                 self._release(slot)
         kept = self.parking or ()
-        return [slot for slot, draft in enumerate(self._drafts) if draft is None and slot not in kept]
+        found = [slot for slot, draft in enumerate(self._drafts) if draft is None and slot not in kept]
+        if self.pages is not None:
+            for slot in found:
+                self.pages.release(slot)
+        return found
 
     @property
     def room(self) -> bool:
@@ -206,7 +113,7 @@ class SlotBatch:
 
     def block_shape(self, rows: int, longest: int) -> tuple[int, int]:
         """Returns the rows and tokens, padding included, of a block of `rows` prompts of up to `longest` tokens."""
-        length = min(bucket(longest, _shortest()), self.capacity.length)
+        length = min(bucket(longest, max(shortest(), self.capacity.page)), self.capacity.length)
         return bucket(rows, self.policy.partitioner.batch_shards), length
 
     def prefill(self, prefixes: Sequence[Prefix], params: Params, version: int) -> int:
@@ -216,46 +123,165 @@ class SlotBatch:
         """
         rows = {bytes_of(prefix): i for i, prefix in reversed(list(enumerate(prefixes)))}
         places = {held: row for row, held in enumerate(sorted(rows, key=rows.__getitem__))}
-        longest = max(len(request.prefixes[index]) for request, index in prefixes)
-        tokens = np.full(self.block_shape(len(places), longest), decode.NO_TOKEN, np.int32)
-        sets, drafts = np.zeros(len(tokens), np.int32), deque[tuple[int, Draft]]()
+        first = [prefixes[rows[held]] for held in places]
+        drafts = deque[tuple[int, Draft]]()
         for request, index in prefixes:
-            row = places[bytes_of((request, index))]
-            sets[row] = request.place
-            tokens[row, : len(request.prefixes[index])] = request.prefixes[index]
-            drafts.extend((row, draft) for draft in request.drafts(index))
-        cache, routes = self._prefilled(params, tokens, sets)
-        self._block = Block(cache=cache, tokens=tokens, places=sets, version=version, drafts=drafts, routes=routes)
-        return int((tokens != decode.NO_TOKEN).sum())
+            drafts.extend((places[bytes_of((request, index))], draft) for draft in request.drafts(index))
+        texts = [(request.prefixes[index], request.place) for request, index in first]
+        return self._prefill(texts, drafts, params, version)
+
+    def prefill_again(self, params: Params, version: int, most: int) -> int:
+        """Prefills a block of sequences whose pages others needed, of up to `most` tokens; returns the tokens, without padding."""
+        drafts, longest = deque[tuple[int, Draft]](), 0
+        while self._again:
+            draft = self._again[0]
+            longest = max(longest, len(draft.prefix) + draft.count)
+            if drafts and np.prod(self.block_shape(len(drafts) + 1, longest)) > most:
+                break
+            self._again.popleft()
+            if draft.request.open:
+                drafts.append((len(drafts), draft))
+        texts = [(np.concatenate([draft.prefix, draft.tokens]), draft.request.place) for _, draft in drafts]
+        return self._prefill(texts, drafts, params, version) if drafts else 0
+
+    def _prefill(
+        self, texts: Sequence[tuple[np.ndarray, int]], drafts: deque[tuple[int, Draft]], params: Params, version: int
+    ) -> int:
+        """Prefills rows, each with the place of its adapters, for the drafts of each row."""
+        tokens = np.full(self.block_shape(len(texts), max(len(text) for text, _ in texts)), NO_TOKEN, np.int32)
+        places = np.zeros(len(tokens), np.int32)
+        for row, (text, place) in enumerate(texts):
+            tokens[row, : len(text)], places[row] = text, place
+        cache, routes = self._prefilled(params, tokens, places)
+        self._block = Block(cache=cache, tokens=tokens, places=places, version=version, drafts=drafts, routes=routes)
+        return int((tokens != NO_TOKEN).sum())
 
     def place(self, params: Params, version: int) -> bool:
         """Copies sequences of the block into free slots; returns whether some are left."""
         block, free = self._block, self.free()
-        wanted = 0 if block is None else sum(draft.request.open for _, draft in block.drafts)
+        if block is None:
+            return False
+        wanted = sum(draft.request.open for _, draft in block.drafts)
         while len(free) < wanted and self.parking:
-            free.append(self.parking.evict())
-        if block is None or not free:
-            return block is not None
+            free.append(self._evicted())
+        if not free:
+            return True
         if block.version != version:  # the prompts' keys and values follow the newest weights
             (block.cache, block.routes), block.version = self._prefilled(params, block.tokens, block.places), version
+            self._unshare(block)
         found: list[tuple[int, int]] = []
+        copies: list[tuple[int, int]] = []  # of the block's parts into pages
         while free and block.drafts:
-            row, draft = block.drafts.popleft()
+            row, draft = block.drafts[0]
             if draft.request.open:
+                if not self._seated(block, row, free, copies):
+                    break
                 found.append((free[0], row))
-                draft.recorded = None if block.routes is None else (block.routes, row)
+                if draft.recorded is None and block.routes is not None:
+                    draft.recorded = block.routes, row
                 self._assign(free.pop(0), draft)
-        slots = self.capacity.slots
-        size = bucket(len(found), max(slots // _REFILLS, 1)) if decode.refills_apart() else slots
-        pairs = np.full((min(size, slots), 2), slots, np.int32)
-        pairs[:, 1], pairs[: len(found)] = 0, np.reshape(found, (-1, 2))
-        self._programs.add(("place", self.capacity, block.tokens.shape, len(pairs)))
-        self._cache, self._seen = decode.place(
-            self._cache, self._seen, block.cache, block.tokens, *pairs.T, policy=self.policy
-        )
+            block.drafts.popleft()
+        self._copy(block, found, copies)
         if not block.drafts:
+            self._unshare(block)
             self._block = None
         return self._block is not None
+
+    def _copy(self, block: Block, found: Sequence[tuple[int, int]], copies: Sequence[tuple[int, int]]) -> None:
+        """Copies rows of the block into slots, (slot, row), and with pages also parts of them into pages, (page, part)."""
+        if not found:
+            return
+        slots = self.capacity.slots
+        size = bucket(len(found), max(slots // _REFILLS, 1)) if decode.refills_apart() else slots
+        pairs = padded(found, min(size, slots), slots)
+        parts = (
+            padded(copies, bucket(len(copies), max(slots // _REFILLS, 1)), self.capacity.pages).T if copies else None
+        )
+        self._programs.add(
+            ("place", self.capacity, block.tokens.shape, len(pairs), 0 if parts is None else parts.shape)
+        )
+        self._cache, self._seen = decode.place(
+            self._cache, self._seen, block.cache, block.tokens, *pairs.T, parts, policy=self.policy
+        )
+
+    def _seated(self, block: Block, row: int, free: list[int], copies: list[tuple[int, int]]) -> bool:
+        """Puts a free slot in which there is room for a row of the block first, with pages for it; returns whether there is one.
+
+        Adds to `copies` the pages that are to be written, each with the part of the block that it gets.
+        """
+        if self.pages is None:
+            return True
+        each = block.tokens.shape[1] // self.pages.size  # parts of a row
+        while True:
+            first = {self.pages.shard(slot): slot for slot in reversed(free)}
+            live = ~self._slots.done
+            fitting = [s for s in first.values() if self.pages.fits(s, row, block.length(row), block.shared, live)]
+            if fitting:
+                free.remove(min(fitting))
+                free.insert(0, min(fitting))
+                written, begin = self.pages.seat(free[0], row, block.length(row), block.shared), row * each
+                copies.extend((page, begin + part) for page, part in written)
+                return True
+            if self.parking:
+                free.append(self._evicted())
+            elif block.shared and self._slots.done.all():  # else nothing would ever end
+                self._unshare(block)
+            else:
+                return False
+
+    def _unshare(self, block: Block) -> None:
+        """Frees the pages that a block holds for sequences to come."""
+        if self.pages is not None:
+            self.pages.unshare(block.shared)
+
+    def _evicted(self) -> int:
+        """Returns the slot that was parked first, which is free then, and its pages too."""
+        assert self.parking is not None
+        slot = self.parking.evict()
+        if self.pages is not None:
+            self.pages.release(slot)
+        return slot
+
+    def secure(self, steps: int) -> None:
+        """Gives each sequence pages for `steps` more tokens; where too few are free, those of parked slots and of the last sequences placed,
+        which are prefilled again later."""
+        if not self.reserve(steps):
+            for slot in np.argsort(self._age, kind="stable").tolist():
+                if self._drafts[slot] is not None:
+                    self._claim(slot, int(self._entries(steps)[slot]))
+
+    def reserve(self, steps: int) -> bool:
+        """Gives each sequence pages for `steps` more tokens, or none where too few are free; returns whether all have them."""
+        live = np.flatnonzero(~self._slots.done)
+        return self.pages is None or self.pages.grow(live, self._entries(steps)[live])
+
+    def _entries(self, steps: int) -> np.ndarray:
+        """Returns the entries of each slot's sequence after `steps` more tokens, [slots]."""
+        at = self._slots
+        return at.position + 1 + np.minimum(steps, at.limit - at.drawn)
+
+    def _claim(self, slot: int, entries: int) -> bool:
+        """Gives a slot pages for its first entries, and takes them from others where too few are free; returns whether it has them."""
+        pages = self.pages
+        while pages is not None and not pages.grow([slot], [entries]):
+            shard = pages.shard(slot)
+            live = [i for i, draft in enumerate(self._drafts) if draft is not None and pages.shard(i) == shard]
+            if self.parking:
+                self._evicted()
+            elif live:
+                last = max(live, key=lambda i: self._age[i])
+                draft = self._drafts[last]
+                assert draft is not None
+                self._release(last)
+                pages.release(last)
+                self._again.appendleft(draft)
+                if last == slot:
+                    return False
+            elif self._block is not None and self._block.shared:
+                self._unshare(self._block)
+            else:  # slots that are being resumed have them
+                return False
+        return True
 
     def parked(self, request: Request, version: int) -> int | None:
         """Returns the parked slot in which a turn of a conversation continues; None where the turn is to be prefilled."""
@@ -265,10 +291,20 @@ class SlotBatch:
             request.conversation.id, np.asarray(request.prefixes[0], np.int32), version, request.place
         )
 
-    def resume(self, turns: Mapping[int, Request], params: Params) -> tuple[int, int]:
-        """Continues in parked slots, {slot: its next turn}; returns the numbers of kept and of prefilled tokens."""
+    def resume(self, turns: Mapping[int, Request], params: Params, most: int) -> tuple[int, int]:
+        """Continues in parked slots, {slot: its next turn}, `most` at a time; returns the numbers of kept and of prefilled tokens."""
         assert self.parking is not None  # `parked` found the slots
         held = {slot: len(self.parking.take(slot).tokens) for slot in turns}
+        there = {slot: turn for slot, turn in turns.items() if self._claim(slot, len(turn.prefixes[0]))}
+        self._again.extend(turn.drafts(0)[0] for slot, turn in turns.items() if slot not in there)
+        for begin in range(0, len(there), most):
+            self._lengthen(dict(list(there.items())[begin : begin + most]), held, params)
+        return sum(held[slot] for slot in there), sum(
+            len(turn.prefixes[0]) - held[slot] for slot, turn in there.items()
+        )
+
+    def _lengthen(self, turns: Mapping[int, Request], held: Mapping[int, int], params: Params) -> None:
+        """Continues in slots that hold so many tokens of their turns."""
         new = [np.asarray(request.prefixes[0][held[slot] :], np.int32) for slot, request in turns.items()]
         width = min(bucket(max(map(len, new)), _TOLD), self.capacity.length)
         tokens = np.zeros((bucket(len(turns), self.policy.partitioner.batch_shards), width), np.int32)
@@ -278,10 +314,13 @@ class SlotBatch:
             tokens[row, : len(more)], starts[row], slots[row] = more, held[slot], slot
             places[row] = turns[slot].place
         self._programs.add(("lengthen", self.capacity, tokens.shape))
-        self._cache = parking.lengthen(params, self._cache, tokens, starts, slots, places, policy=self.policy)
+        table = None
+        if self.pages is not None:
+            table = np.zeros((len(tokens), self.pages.table.shape[1]), np.int32)
+            table[: len(turns)] = self.pages.numbers(list(turns))
+        self._cache = parking.lengthen(params, self._cache, tokens, starts, slots, places, table, policy=self.policy)
         for slot, request in turns.items():
             self._assign(slot, request.drafts(0)[0])
-        return sum(held.values()), sum(map(len, new))
 
     def step(self, served: decode.Served, steps: int, after: decode.Chunk | None = None) -> decode.Chunk:
         """Starts a chunk of decode steps on the device, from the slots' state or from the end of the chunk `after`."""
@@ -293,7 +332,8 @@ class SlotBatch:
             place, state = self.policy.partitioner.replicated, at if after is None else after
             at = at._replace(**{name: jax.device_put(getattr(state, name), place) for name in _STATE})
         self._cache, self._seen, chunk = decode.decode(
-            served, self._cache, self._seen, at, policy=self.policy, steps=steps, cut=cut, record=self._record,
+            served, self._cache, self._seen, at, None if self.pages is None else self.pages.table,
+            policy=self.policy, steps=steps, cut=cut, record=self._record,
         )  # fmt: skip
         return chunk
 
@@ -323,23 +363,16 @@ class SlotBatch:
     def _prefilled(self, params: Params, tokens: np.ndarray, places: np.ndarray) -> tuple[Cache, Recorded | None]:
         self._programs.add(("prefill", tokens.shape))
         holds = self.policy.architecture.delta is not None
-        counts = np.maximum(np.sum(tokens != decode.NO_TOKEN, axis=1) - 1, 0).astype(np.int32) if holds else None
+        counts = np.maximum(np.sum(tokens != NO_TOKEN, axis=1) - 1, 0).astype(np.int32) if holds else None
         cache, routes = decode.prefill(
             params, np.maximum(tokens, 0), counts, places, policy=self.policy, dtype=self._dtype, record=self._record
         )
         return cache, None if routes is None else Recorded(routes)
 
     def _assign(self, slot: int, draft: Draft) -> None:
-        slots, request, settings = self._slots, draft.request, draft.request.settings
-        seed, stops = request.seeds[draft.index], settings.stop_token_ids
-        slots.last[slot], slots.position[slot] = draft.prefix[-1], len(draft.prefix) - 1
-        slots.drawn[slot], slots.limit[slot] = 0, request.limit(draft.index)
-        slots.min_tokens[slot], slots.done[slot] = settings.min_tokens, False
-        slots.stop_ids[slot], slots.stop_ids[slot, : len(stops)] = decode.NO_TOKEN, stops
-        slots.seed[slot], slots.sample[slot] = (seed >> 32, seed & 0xFFFFFFFF), draft.sample
-        slots.choice.set(slot, settings)
-        slots.place[slot] = request.place
-        self._drafts[slot] = draft
+        self._slots.set(slot, draft)
+        self._drafts[slot], self._age[slot] = draft, self._placed
+        self._placed += 1
 
     def _release(self, slot: int) -> None:
         self._slots.done[slot], self._drafts[slot] = True, None
