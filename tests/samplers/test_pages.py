@@ -13,11 +13,15 @@ from jaxrl_llm.agents.service import TokenService
 from jaxrl_llm.experience import SamplingParams
 from jaxrl_llm.kernels import dispatch
 from jaxrl_llm.kernels.decode_attention import cache as caches
+from jaxrl_llm.protocols import Conversation
 from jaxrl_llm.samplers.embedded import decode, room
 from jaxrl_llm.samplers.embedded import engine as engine_module
 from jaxrl_llm.samplers.embedded.capacity import Capacity
 from jaxrl_llm.samplers.embedded.pages import NOBODYS, Pages
+from jaxrl_llm.samplers.embedded.parking import Parked, Parking
 from jaxrl_llm.samplers.embedded.sampler import EmbeddedSampler
+from jaxrl_llm.samplers.embedded.slots import SlotBatch
+from jaxrl_llm.samplers.requests import Request
 
 SETTINGS = SamplingParams(max_tokens=15, stop_token_ids=(3,))
 CAPACITY = Capacity(slots=32, length=32, stop_ids=4, penalised=False, page=8, pages=32 * 4 + 1)
@@ -142,6 +146,87 @@ def test_turns_are_the_same_in_pages_that_are_kept_given_up_or_prefilled_anew(ti
     found, counted = talk(page=8)
     assert found == expected
     assert counted["sampler/kept_tokens"] > 0 and (counted["sampler/evicted_tokens"] > 0) == (pages is not None)
+
+
+def test_a_number_of_slots_is_never_more_than_wanted(tiny):
+    """24 slots whose pages do not fit have fewer pages, or are 16 and so on; a batch that moves needs room for what is not in pages."""
+    wanted = replace(CAPACITY, slots=24, pages=97)
+    for free in range(13_000, 200_000, 9_000):
+        given = room.fitting(tiny.policy, wanted, free)
+        assert given.slots in (24, 16, 8, 4, 2, 1) and room.taken_bytes(tiny.policy, given) <= room.SHARE * free
+    whole, beside = (room.taken_bytes(tiny.policy, replace(CAPACITY, slots=n, pages=p)) for n, p in ((32, 129), (8, 1)))
+    assert room.fits_beside(tiny.policy, CAPACITY, 8, whole + beside)
+    assert not room.fits_beside(tiny.policy, CAPACITY, 8, whole + beside - 1)
+
+
+def batch(tiny, capacity, lengths, **fields):
+    """A batch with a block of prompts of these lengths, each of which may draw until it has 32 tokens, and the engine whose weights it takes."""
+    engine = tiny.start(page=capacity.page)
+    asyncio.run(engine.publish(tiny.params, 0))
+    slots, rng = SlotBatch(tiny.policy, capacity, set(), **fields), np.random.default_rng(0)
+    asked = [
+        Request(
+            prefixes=[rng.integers(0, 24, n).astype(np.int32)], n=1, settings=SamplingParams(max_tokens=32 - n), seeds=[i],
+            max_length=32, conversation=Conversation(id=str(i), length=32, known=0, at_once=4),
+        )
+        for i, n in enumerate(lengths)
+    ]  # fmt: skip
+    return slots, asked, engine._weights
+
+
+def stepped(slots, weights, steps):
+    """Runs a batch to its end; yields the live sequences' seeds of each chunk, by shard, and how many wait again."""
+    while slots.busy:
+        while not slots.place(weights.params, 0) and slots.room and slots.preempted:
+            slots.prefill_again(weights.params, 0, 512)
+        slots.secure(steps)
+        yield [[d.request.seeds[0] for d in part if d] for part in np.array_split(slots._drafts, slots.pages._shards)]
+        slots.collect(slots.step(weights.served, steps), 0, str)
+
+
+def test_sequences_are_spread_over_the_shards(make):
+    """Eight sequences of four pages fill two shards of sixteen exactly."""
+    slots, asked, weights = batch(make(2, fsdp=2), replace(CAPACITY, slots=16, pages=2 * 17), [5] * 8)
+    slots.prefill([(request, 0) for request in asked], weights.params, 0)
+    chunks = list(stepped(slots, weights, 4))
+    assert [len(part) for part in chunks[0]] == [4, 4] and {len(part) for chunk in chunks[:7] for part in chunk} == {4}
+    assert len(chunks) == 7, "27 tokens, four at a time: nobody waited"
+
+
+def test_the_oldest_sequence_goes_on_while_prompts_that_wait_hold_pages(tiny):
+    """Eight pages of four entries, of which the first sequence needs all in the end, and the waiting prompts hold one each."""
+    slots, asked, weights = batch(tiny, replace(CAPACITY, slots=4, page=4, pages=9), [5] * 4)
+    slots.prefill([(request, 0) for request in asked], weights.params, 0)
+    chunks = [chunk[0] for chunk in stepped(slots, weights, 4)]
+    assert all(chunks) and all(0 in chunk for chunk in chunks[:7]), "the first one is never without its pages"
+    assert {seed for chunk in chunks for seed in chunk} == {0, 1, 2, 3}
+
+
+def test_turns_that_find_no_page_give_theirs_to_the_next(tiny):
+    """Four parked turns of seven tokens hold all pages, and each needs another for its prompt of twelve."""
+    slots, asked, weights = batch(tiny, replace(CAPACITY, slots=4, pages=5), [12] * 4, keep=True)
+    slots.parking = Parking()
+    for slot, request in enumerate(asked):
+        assert slots.pages.grow([slot], [7])
+        held = Parked(conversation=str(slot), tokens=request.prefixes[0][:7], version=0)
+        slots.parking.park(slot, held)
+    kept, prefilled = slots.resume(dict(enumerate(asked)), weights.params, 4)
+    # The first and the third give theirs to the second and the fourth.
+    assert (kept, prefilled) == (7 * 2, 5 * 2) and [d.request.seeds for d in slots._again] == [[0], [2]]
+    assert slots.pages.free(0) == 0
+
+
+def test_a_prompts_recorded_experts_are_those_of_its_last_prefill_before_a_token_is_drawn(tiny):
+    slots, asked, weights = batch(tiny, CAPACITY, [5, 5])
+    drafts = [request.drafts(0)[0] for request in asked]
+    drafts[1].extend(np.array([3, 4]), np.zeros(2, np.float32), 0, str)
+    for draft in drafts:
+        draft.recorded = "of older weights", 0
+    slots._again.extend(drafts)
+    assert slots.prefill_again(weights.params, 0, 512) == 5 + 7
+    slots._block.routes = "of these"
+    slots.place(weights.params, 0)
+    assert [draft.recorded for draft in drafts] == [("of these", 0), ("of older weights", 0)]
 
 
 # -- who has which page -----------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ A turn whose prompt begins with exactly the tokens of a parked slot takes that s
 a slot is needed, the one that was parked first is evicted.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -52,6 +53,9 @@ class Parking:
     def __len__(self) -> int:
         return len(self._slots)
 
+    def __iter__(self) -> Iterator[int]:
+        return iter(list(self._slots))
+
     def __contains__(self, slot: int) -> bool:
         return slot in self._slots
 
@@ -80,9 +84,9 @@ class Parking:
             del self._of[parked.conversation]
         return parked
 
-    def evict(self) -> int:
-        """Evicts the slot that was parked first, and returns its number."""
-        slot = next(iter(self._slots))
+    def evict(self, slot: int | None = None) -> int:
+        """Evicts a slot, or the one that was parked first, and returns its number."""
+        slot = next(iter(self._slots)) if slot is None else slot
         self.evicted += len(self.take(slot).tokens)
         return slot
 

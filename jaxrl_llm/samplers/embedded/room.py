@@ -76,7 +76,7 @@ def fitting(policy: Policy, wanted: Capacity, free: int | None, dtype: str | Non
     if free is None or taken_bytes(policy, wanted, dtype) <= SHARE * free:
         return wanted
     shards = policy.partitioner.batch_shards
-    smaller = replace(wanted, slots=bucket(wanted.slots, shards))
+    smaller = wanted
     while taken_bytes(policy, smaller := _paged(policy, smaller, free, dtype), dtype) > SHARE * free:
         if smaller.slots <= shards:
             raise MemoryError(
@@ -85,15 +85,16 @@ def fitting(policy: Policy, wanted: Capacity, free: int | None, dtype: str | Non
                 "max_prompt_tokens and SamplingParams.max_tokens), set embedded.EmbeddedSampler.cache = 'float8_e4m3fn', spread "
                 "over more devices by train.MeshConfig.tensor, or give JAX more by XLA_PYTHON_CLIENT_MEM_FRACTION"
             )
-        smaller = replace(smaller, slots=smaller.slots // 2)
+        smaller = replace(smaller, slots=bucket(smaller.slots, shards) // 2)
     return smaller
 
 
 def fits_beside(policy: Policy, capacity: Capacity, slots: int, free: int | None, dtype: str | None = None) -> bool:
-    """Returns whether a batch may move to `slots` slots: a device has room for both caches. Pages stay where they are."""
-    if free is None or capacity.page or slots == capacity.slots:
+    """Returns whether a batch may move to `slots` slots: a device has room for both caches, but for pages, which stay where they are."""
+    if free is None or slots == capacity.slots:
         return True
-    return sum(taken_bytes(policy, replace(capacity, slots=n), dtype) for n in (capacity.slots, slots)) <= free
+    fewer = replace(capacity, slots=slots, pages=policy.partitioner.batch_shards if capacity.page else 0)
+    return taken_bytes(policy, capacity, dtype) + taken_bytes(policy, fewer, dtype) <= free
 
 
 def _paged(policy: Policy, capacity: Capacity, free: int, dtype: str | None) -> Capacity:

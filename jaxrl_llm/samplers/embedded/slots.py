@@ -177,7 +177,7 @@ class SlotBatch:
                 if not self._seated(block, row, free, copies):
                     break
                 found.append((free[0], row))
-                if draft.recorded is None and block.routes is not None:
+                if block.routes is not None and not draft.count:
                     draft.recorded = block.routes, row
                 self._assign(free.pop(0), draft)
             block.drafts.popleft()
@@ -209,17 +209,18 @@ class SlotBatch:
 
         Adds to `copies` the pages that are to be written, each with the part of the block that it gets.
         """
-        if self.pages is None:
+        if (pages := self.pages) is None:
             return True
-        each = block.tokens.shape[1] // self.pages.size  # parts of a row
+        each = block.tokens.shape[1] // pages.size  # parts of a row
         while True:
-            first = {self.pages.shard(slot): slot for slot in reversed(free)}
+            first = {pages.shard(slot): slot for slot in reversed(free)}
             live = ~self._slots.done
-            fitting = [s for s in first.values() if self.pages.fits(s, row, block.length(row), block.shared, live)]
+            fitting = [s for s in first.values() if pages.fits(s, row, block.length(row), block.shared, live)]
             if fitting:
-                free.remove(min(fitting))
-                free.insert(0, min(fitting))
-                written, begin = self.pages.seat(free[0], row, block.length(row), block.shared), row * each
+                best = max(fitting, key=lambda slot: pages.free(pages.shard(slot)))  # of the shard with most room
+                free.remove(best)
+                free.insert(0, best)
+                written, begin = pages.seat(best, row, block.length(row), block.shared), row * each
                 copies.extend((page, begin + part) for page, part in written)
                 return True
             if self.parking:
@@ -234,10 +235,10 @@ class SlotBatch:
         if self.pages is not None:
             self.pages.unshare(block.shared)
 
-    def _evicted(self) -> int:
-        """Returns the slot that was parked first, which is free then, and its pages too."""
+    def _evicted(self, slot: int | None = None) -> int:
+        """Returns a parked slot, or the one that was parked first, which is free then, and its pages too."""
         assert self.parking is not None
-        slot = self.parking.evict()
+        slot = self.parking.evict(slot)
         if self.pages is not None:
             self.pages.release(slot)
         return slot
@@ -266,8 +267,11 @@ class SlotBatch:
         while pages is not None and not pages.grow([slot], [entries]):
             shard = pages.shard(slot)
             live = [i for i, draft in enumerate(self._drafts) if draft is not None and pages.shard(i) == shard]
-            if self.parking:
-                self._evicted()
+            parked = [i for i in self.parking or () if pages.shard(i) == shard]
+            if parked:
+                self._evicted(parked[0])
+            elif live in ([], [slot]) and self._block is not None and self._block.shared:
+                self._unshare(self._block)
             elif live:
                 last = max(live, key=lambda i: self._age[i])
                 draft = self._drafts[last]
@@ -277,9 +281,8 @@ class SlotBatch:
                 self._again.appendleft(draft)
                 if last == slot:
                     return False
-            elif self._block is not None and self._block.shared:
-                self._unshare(self._block)
             else:  # slots that are being resumed have them
+                pages.release(slot)
                 return False
         return True
 
@@ -332,7 +335,7 @@ class SlotBatch:
             place, state = self.policy.partitioner.replicated, at if after is None else after
             at = at._replace(**{name: jax.device_put(getattr(state, name), place) for name in _STATE})
         self._cache, self._seen, chunk = decode.decode(
-            served, self._cache, self._seen, at, None if self.pages is None else self.pages.table,
+            served, self._cache, self._seen, at, None if self.pages is None else self.pages.table.copy(),
             policy=self.policy, steps=steps, cut=cut, record=self._record,
         )  # fmt: skip
         return chunk
