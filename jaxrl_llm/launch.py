@@ -116,6 +116,13 @@ def _as_new(run: Any) -> Any:
     return dataclasses.replace(run, resume_as_new=True)
 
 
+def _beforehand(run: Any, distributed: bool) -> None:
+    """Lets the sampler start what must run before JAX takes a device; processes that join others have none of that."""
+    begin = getattr(getattr(run, "sampler", None), "before_devices", None)
+    if begin is not None and not several(distributed):
+        begin()
+
+
 def several(distributed: bool) -> bool:
     """Returns whether this is one of several processes, which must join before they look at their devices."""
     from jaxrl_llm.distributed import rendezvous
@@ -188,6 +195,7 @@ def main(argv: Sequence[str] | None = None, *, alone: bool = False) -> int:
             for line in lines:
                 print(line, flush=True)
         else:
+            _beforehand(run, arguments.distributed)
             if not several(arguments.distributed) and not told_fit(run, config, starting=True):
                 return 1
             return _carry_out(run, config, arguments.distributed)

@@ -5,14 +5,17 @@ process that started it, however that ends.
 """
 
 import asyncio
+import atexit
 import contextlib
 import logging
 import os
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +35,8 @@ _ROOT = Path(__file__).resolve().parents[3]
 # From a source tree the servers need the plugin on their path; where the package is installed, their Python has it.
 _SOURCE = [str(_ROOT)] if (_ROOT / "pyproject.toml").is_file() else []
 _STOP_S = 15.0
+_MPS_READY_S = 10.0
+_MPS_PIPE = "CUDA_MPS_PIPE_DIRECTORY"
 _LAST_LINES = 12
 _STARTS = 3  # most starts where another process takes a port that vLLM had chosen for its own parts
 _PORT_TAKEN = ("eaddrinuse", "address already in use")
@@ -77,6 +82,8 @@ class LocalServers:
       memory_share: share of a GPU's memory that a server takes, weights and cache together; None on a CPU.
       arguments: further arguments of the command line.
       environment: further environment variables. The servers inherit this process's own except those that hold secrets.
+      mps: compute beside the learner on the same GPUs, by CUDA's multi-process service, which is started with the run and ends with it; else the
+        processes of a GPU take turns. A service that runs already, as CUDA_MPS_PIPE_DIRECTORY says, is taken as it is.
       ready_s: most seconds until a server answers.
     """
 
@@ -88,6 +95,7 @@ class LocalServers:
     memory_share: float | None = None
     arguments: Sequence[str | int | float] = ()
     environment: Mapping[str, str | int | float] = field(default_factory=dict)
+    mps: bool = False
     ready_s: float = 600.0
 
     def __post_init__(self) -> None:
@@ -153,6 +161,42 @@ class LocalServers:
             )
         major, minor = asked.stdout.split(".")[:2]
         return int(major), int(minor)
+
+
+def share_gpus() -> None:
+    """Starts CUDA's multi-process service (MPS) for this process and those that it starts; called before JAX takes a GPU.
+
+    Raises:
+      FileNotFoundError: NVIDIA's driver has no such service here.
+      RuntimeError: it does not start; the message holds the end of its log.
+    """
+    if os.environ.get(_MPS_PIPE):
+        return
+    service = shutil.which("nvidia-cuda-mps-control")
+    if service is None or sys.platform != "linux":
+        raise FileNotFoundError(
+            "vllm.LocalServers.mps needs nvidia-cuda-mps-control, which comes with NVIDIA's driver: add its folder to PATH, or set VLLM_MPS = False"
+        )
+    folder = Path(tempfile.mkdtemp(prefix="jaxrl_llm_mps_"))  # short: a socket's name has at most 107 bytes
+    own = {_MPS_PIPE: str(folder), "CUDA_MPS_LOG_DIRECTORY": str(folder)}
+    everywhere = {
+        k: v for k, v in serving.without_secrets().items() if k != "CUDA_VISIBLE_DEVICES"
+    }  # clients choose their GPUs
+    with (folder / "output.log").open("wb") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-c", _BOUND, service, "-f"], env=everywhere | own, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
+            start_new_session=True,
+        )  # fmt: skip
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    atexit.register(process.wait)  # called first
+    atexit.register(process.terminate)
+    limit = time.monotonic() + _MPS_READY_S
+    while not (folder / "control").exists():
+        if process.poll() is not None or time.monotonic() > limit:
+            said = "\n".join(path.read_text(errors="replace")[-500:] for path in sorted(folder.glob("*.log")))
+            raise RuntimeError(f"CUDA's multi-process service did not start ({service}), set VLLM_MPS = False: {said}")
+        time.sleep(0.05)
+    os.environ.update(own)
 
 
 @dataclass(eq=False, kw_only=True)

@@ -31,7 +31,7 @@ from jaxrl_llm.samplers.vllm.client import VllmClient
 from jaxrl_llm.samplers.vllm.discovery import Discovery, Membership
 from jaxrl_llm.samplers.vllm.fleet import Fleet
 from jaxrl_llm.samplers.vllm.fleet_update import Limits
-from jaxrl_llm.samplers.vllm.local_server import LocalServer, LocalServers, all_ready
+from jaxrl_llm.samplers.vllm.local_server import LocalServer, LocalServers, all_ready, share_gpus
 from jaxrl_llm.samplers.vllm.publisher import DTYPES, Publisher, default_address, default_folder
 from jaxrl_llm.samplers.vllm.server_api import VllmHttp
 from jaxrl_llm.samplers.vllm.server_update import Inflight, Server
@@ -214,6 +214,11 @@ class VllmSampler(Limits):
                 f"(got {self.at_once}, {self.straggler_s} and {self.straggler})"
             )
 
+    def before_devices(self) -> None:
+        """Starts what must run before JAX takes a GPU."""
+        if self.spawn and self.local.mps:
+            share_gpus()
+
     def start(self, policy: Policy, tokenizer: Any, *, max_length: int, run_dir: Path) -> VllmClient | FollowingSampler:
         """Returns the running sampler; local servers are started now, and the first request waits for them. Process 0 sends the requests.
 
@@ -245,8 +250,7 @@ class VllmSampler(Limits):
             )
         if not 2 <= max_length <= policy.architecture.max_positions:
             raise ValueError(
-                f"max_length must be 2..{policy.architecture.max_positions} tokens, the most of the model "
-                f"(got {max_length}): set the lengths of prompt and response"
+                f"max_length must be 2..{policy.architecture.max_positions} tokens, the most of the model (got {max_length}): set the lengths of prompt and response"
             )
         alone = self._alone(policy) is not None
         if jax.process_index() > 0:
