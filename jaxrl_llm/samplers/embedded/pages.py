@@ -11,9 +11,8 @@ import numpy as np
 from jaxrl_llm.samplers.embedded.capacity import Capacity
 
 NOBODYS = 0
-Shared = dict[
-    tuple[int, int], list[int]
-]  # {(row of a block of prompts, shard): the pages that its samples there share}
+# {(row of a block of prompts, shard): the pages that its samples there share}
+Shared = dict[tuple[int, int], list[int]]
 
 
 class Pages:
