@@ -24,6 +24,7 @@ from jaxrl_llm.kernels.token_stats import ordered
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.models.sizes import SHAPES
 from jaxrl_llm.samplers.embedded import decode
+from jaxrl_llm.samplers.embedded.weights import served as served_by
 
 SIZE = SHAPES["qwen2.5-0.5b"]
 SLOTS, LENGTH, STEPS, CALLS, THREADS = (1024, 512, 256, 128, 64), 1152, 16, 20, 8
@@ -143,7 +144,7 @@ def steps() -> Iterator[dict[str, Any]]:
     """Yields milliseconds of a step of all layers for each number of slots, with the mode and without it."""
     one = Partitioner.create(MeshConfig(), jax.devices()[:1])
     policies = {mode: Policy(SIZE, one, "bfloat16", bitwise=mode) for mode in (True, False)}
-    params = decode.served(policies[False], policies[False].init(jax.random.key(0)), share=True, gather=False)
+    params = served_by(policies[False], policies[False].init(jax.random.key(0)), share=True, gather=False)
     served = decode.Served(params, decode.layers_apart(params, policy=policies[False]))
 
     def lowered(key: tuple[bool, int]) -> Any:

@@ -24,8 +24,7 @@ from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.learner.optimizer import rested
 from jaxrl_llm.models.architecture import stack_of
 from jaxrl_llm.models.lora import AdaptedPolicy
-from jaxrl_llm.samplers.embedded.capacity import Capacity
-from jaxrl_llm.samplers.embedded.room import taken_bytes
+from jaxrl_llm.samplers.embedded.room import Capacity, taken_bytes
 from jaxrl_llm.samplers.embedded.sampler import EmbeddedSampler
 from jaxrl_llm.tools import memory
 from jaxrl_llm.tools.planning import cost_model

@@ -41,7 +41,7 @@ from jaxrl_llm.models.lora import AdaptedPolicy
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.protocols import Isolating
 from jaxrl_llm.samplers.embedded import decode
-from jaxrl_llm.samplers.embedded.capacity import Capacity, bucket
+from jaxrl_llm.samplers.embedded.room import Capacity, bucket
 from jaxrl_llm.samplers.embedded.sampler import EmbeddedSampler
 from jaxrl_llm.samplers.requests import Request
 from jaxrl_llm.train.build import learner_of

@@ -21,7 +21,7 @@ from jaxrl_llm.models.qwen2 import Qwen2
 from jaxrl_llm.models.qwen3_moe import Qwen3MoE
 from jaxrl_llm.publication.parts import Target, whole_box
 from jaxrl_llm.publication.reader import read_version
-from jaxrl_llm.samplers.embedded import decode
+from jaxrl_llm.samplers.embedded import weights
 from jaxrl_llm.samplers.vllm.publisher import Publisher
 from jaxrl_llm.samplers.vllm.store_publisher import StorePublisher
 from jaxrl_llm.train.checkpoint import Checkpointing, Checkpoints, read_model
@@ -226,10 +226,10 @@ def test_adapters_beside_a_model_that_is_filled_up(tmp_path: Any) -> None:
     for x, y in zip(jax.tree.leaves(own(three.plain, merged)), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6)
     beside = three.joined(placed(three, low), placed(three.plain, host()))
-    decode.check_shapes(three.plain, beside)
+    weights.check_shapes(three.plain, beside)
     expected = cached(one.plain, want)
     for gather in (False, True):
-        found = cached(three.plain, decode.served(three.plain, beside, share=True, gather=gather))
+        found = cached(three.plain, weights.served(three.plain, beside, share=True, gather=gather))
         np.testing.assert_allclose(found, expected, atol=2e-5)
     hf_weights.save_adapters(three, placed(three, low), tmp_path / "a", base_name=None)
     same(hf_weights.load_adapters(three, tmp_path / "a"), placed(three, low))

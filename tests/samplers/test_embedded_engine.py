@@ -11,8 +11,8 @@ from sampler_cases import VOCABULARY, Letters, sample
 
 from jaxrl_llm.experience import SamplingParams
 from jaxrl_llm.samplers.embedded import slots, weights
-from jaxrl_llm.samplers.embedded.capacity import bucket
 from jaxrl_llm.samplers.embedded.engine import Engine
+from jaxrl_llm.samplers.embedded.room import bucket
 from jaxrl_llm.samplers.embedded.sampler import EmbeddedSampler, served
 
 SETTINGS = SamplingParams(max_tokens=11, stop_token_ids=(3, 17, 8))

@@ -15,8 +15,7 @@ from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner
 from jaxrl_llm.experience import SamplingParams
 from jaxrl_llm.models import hf_weights
 from jaxrl_llm.models.policy import Policy
-from jaxrl_llm.samplers.embedded.capacity import Capacity
-from jaxrl_llm.samplers.embedded.room import COPIES, taken_bytes
+from jaxrl_llm.samplers.embedded.room import COPIES, Capacity, taken_bytes
 from jaxrl_llm.samplers.embedded.sampler import EmbeddedSampler
 
 SIZES = {

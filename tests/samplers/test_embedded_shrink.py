@@ -8,8 +8,8 @@ import pytest
 from sampler_cases import sample
 
 from jaxrl_llm.experience import SamplingParams
-from jaxrl_llm.samplers.embedded import capacity, room
 from jaxrl_llm.samplers.embedded import engine as engine_module
+from jaxrl_llm.samplers.embedded import room
 from jaxrl_llm.samplers.embedded.sampler import EmbeddedSampler
 
 
@@ -77,7 +77,7 @@ def test_a_call_that_comes_later_gets_the_slots_back(tiny, prefixes):
 
 def test_a_batch_whose_copy_has_no_room_keeps_its_slots(tiny, prefixes, monkeypatch):
     """Of 32 slots 8 are left, whose cache is a quarter of the batch's; the batch leaves a tenth of the memory free."""
-    batch = room.taken_bytes(tiny.policy, capacity.Capacity(slots=32, length=32, stop_ids=4, penalised=False))
+    batch = room.taken_bytes(tiny.policy, room.Capacity(slots=32, length=32, stop_ids=4, penalised=False))
 
     async def run(engine):
         await asyncio.gather(sample(engine, prefixes[:8], 1, LONG), sample(engine, prefixes[:8], 3, SHORT))

@@ -16,7 +16,7 @@ from jaxrl_llm.experience import SamplingParams
 from jaxrl_llm.learner.optimizer import Optimizer
 from jaxrl_llm.models.linear import Quantized, linear
 from jaxrl_llm.rewards.wrap import Wrap
-from jaxrl_llm.samplers.embedded import decode, narrow
+from jaxrl_llm.samplers.embedded import narrow, weights
 from jaxrl_llm.samplers.embedded.sampler import EmbeddedSampler
 from jaxrl_llm.tools import memory
 from jaxrl_llm.train.stage import Stage
@@ -79,7 +79,7 @@ def test_samples_are_of_the_policy_that_the_8_bits_make(make, mesh: dict[str, in
         tiny.params,
         there.abstract(),
     )
-    held = decode.served(tiny.policy, tiny.params, share=True, gather=False, weights=FP8)
+    held = weights.served(tiny.policy, tiny.params, share=True, gather=False, weights=FP8)
     assert sum(isinstance(x, Quantized) for x in jax.tree.leaves(held, is_leaf=narrow_leaf)) == 7
     prefixes, settings = [np.array([3, 1, 4], np.int32)], SamplingParams(max_tokens=6, temperature=1.0)
 
@@ -116,7 +116,7 @@ def test_memory_counts_the_bytes_that_are_held(make) -> None:
         name="s", algorithm=GRPO_CASE, reward=Wrap(function=len), max_prompt_tokens=8, optimizer=Optimizer(),
         settings=SamplingParams(max_tokens=16), **fields,
     )  # fmt: skip
-    held = decode.served(policy, make().params, share=True, gather=False, weights=FP8)
+    held = weights.served(policy, make().params, share=True, gather=False, weights=FP8)
     whole = sum(x.nbytes for x in jax.tree.leaves(held))
     found = memory.copy(policy, EmbeddedSampler(slots=8, weights=FP8), stage)
     assert found == whole < memory.copy(policy, EmbeddedSampler(slots=8), stage)

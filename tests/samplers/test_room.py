@@ -11,8 +11,7 @@ from sampler_cases import MAX_LENGTH, VOCABULARY, sample
 
 from jaxrl_llm.experience import SamplingParams
 from jaxrl_llm.samplers.embedded import decode
-from jaxrl_llm.samplers.embedded.capacity import Capacity
-from jaxrl_llm.samplers.embedded.room import COPIES, SHARE, fitting, free_bytes, taken_bytes
+from jaxrl_llm.samplers.embedded.room import COPIES, SHARE, Capacity, fitting, free_bytes, taken_bytes
 
 SETTINGS = SamplingParams(max_tokens=11, stop_token_ids=(3, 17, 8))
 SLOTS = Capacity(slots=16, length=MAX_LENGTH, stop_ids=4, penalised=True)

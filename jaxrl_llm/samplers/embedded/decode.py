@@ -5,8 +5,10 @@ device and are donated from call to call. Shapes are fixed, so each program comp
 """
 
 import asyncio
-from dataclasses import replace
-from functools import partial
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -14,22 +16,63 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from jaxrl_llm.distributed.mesh import Axes
 from jaxrl_llm.kernels import dispatch
 from jaxrl_llm.kernels.decode_attention import cache as caches
 from jaxrl_llm.kernels.token_stats import ordered
-from jaxrl_llm.models.architecture import PRECISE
 from jaxrl_llm.models.experts import Report
-from jaxrl_llm.models.linear import Adapted
-from jaxrl_llm.models.policy import Params, Policy, adapter_shapes
+from jaxrl_llm.models.policy import Params, Policy
 from jaxrl_llm.models.transformer import Apart, Cache
-from jaxrl_llm.samplers.embedded import narrow
-from jaxrl_llm.samplers.embedded.block import NO_TOKEN
 from jaxrl_llm.samplers.embedded.choose import Choice, HostOrDevice, draw, noise, plain, read_temperature, sample_keys
+from jaxrl_llm.samplers.embedded.pages import Shared
 from jaxrl_llm.samplers.embedded.shelf import of_rows
-from jaxrl_llm.samplers.requests import Draft
+from jaxrl_llm.samplers.requests import Draft, Request
 
+Prefix = tuple[Request, int]  # a request and the index of one of its prefixes
+
+NO_TOKEN = -1
 _TURNS = 16  # turns of the event loop in which an environment's answer becomes the next request; it takes four
+
+
+def bytes_of(prefix: Prefix) -> bytes:
+    """Returns the place of a prefix's adapters and its token ids as bytes, by which equal prefixes are found."""
+    request, index = prefix
+    return np.asarray([request.place, *request.prefixes[index]], np.int32).tobytes()
+
+
+@dataclass(eq=False)
+class Recorded:
+    """The experts of the tokens of a block's prompts, [N, T, L, k], copied from the device at the first use."""
+
+    device: jax.Array
+
+    @cached_property
+    def host(self) -> np.ndarray:
+        return np.asarray(self.device)
+
+
+@dataclass(kw_only=True)
+class Block:
+    """Prefilled prompts: rows of `cache`, `tokens` (padded with -1) and `places` of their adapters, and the sequences that are still to be
+    copied into slots; `shared` has the pages of rows that are in slots."""
+
+    cache: Cache
+    tokens: np.ndarray
+    places: np.ndarray
+    version: int
+    drafts: deque[tuple[int, Draft]]
+    routes: Recorded | None = None
+    shared: Shared = field(default_factory=dict)
+
+    def length(self, row: int) -> int:
+        """Returns the number of tokens of a row."""
+        return int(np.sum(self.tokens[row] != NO_TOKEN))
+
+
+def padded(pairs: Sequence[tuple[int, int]], size: int, none: int) -> np.ndarray:
+    """Returns int32 [size, 2] pairs, and (none, 0) for the rest."""
+    found = np.full((size, 2), (none, 0), np.int32)
+    found[: len(pairs)] = np.reshape(pairs, (-1, 2))
+    return found
 
 
 class Slots(NamedTuple):
@@ -49,6 +92,7 @@ class Slots(NamedTuple):
     seed: HostOrDevice  # uint32 [S, 2]: high and low half
     choice: Choice
     place: HostOrDevice  # int32 [S]: which set of adapters, where several are served
+    table: HostOrDevice | None = None  # int32 [S, N]: the numbers of the slots' pages, where the cache is one of pages
 
     @classmethod
     def empty(cls, slots: int, stop_ids: int) -> "Slots":
@@ -203,7 +247,6 @@ def decode(
     cache: Cache,
     seen: Bool[Array, "S W"],
     slots: Slots,
-    table: Int[Array, "S N"] | None = None,
     *,
     policy: Policy,
     steps: int,
@@ -213,11 +256,10 @@ def decode(
     """Draws up to `steps` tokens of each slot that is not done; ends early where all are, except on GPUs, whose host would have to wait
     for each step to know that.
 
-    The first step feeds a prompt's last token once more, so that every draw of a response is made by this one program. `table` has the
-    slots' pages, where the cache is one of pages.
+    The first step feeds a prompt's last token once more, so that every draw of a response is made by this one program.
     """
-    if table is not None:
-        cache = {**cache, "table": table}
+    if slots.table is not None:
+        cache = {**cache, "table": jnp.asarray(slots.table)}
     count = len(slots.last)
     keys = sample_keys(jnp.asarray(slots.seed), jnp.asarray(slots.sample))
     params, apart = of_rows(served, slots.place)
@@ -316,8 +358,8 @@ def shapes(policy: Policy, slots: int, length: int, dtype: str | None = None, pa
     placed, each = policy.partitioner.sharding(("batch", None), (slots, 0)), -(-length // page) if page else 0
     seen = jax.ShapeDtypeStruct((slots, 0), bool, sharding=placed)
     pages = slots * each + policy.partitioner.batch_shards if page else 0
-    held = policy.cache_shapes(slots, page or length, dtype, pages), seen, Slots.empty(slots, 4)
-    return (*held, jax.ShapeDtypeStruct((slots, each), jnp.int32, sharding=placed)) if page else held
+    table = jax.ShapeDtypeStruct((slots, each), jnp.int32, sharding=placed) if page else None
+    return policy.cache_shapes(slots, page or length, dtype, pages), seen, Slots.empty(slots, 4)._replace(table=table)
 
 
 def lowered(
@@ -326,73 +368,3 @@ def lowered(
     """Returns the decode program of `params` (arrays or shapes) with caches as of `shapes`, ready to be compiled."""
     held = shapes(policy, slots, length, dtype, page)
     return decode.lower(Served(params), *held, policy=policy, steps=steps, cut=False)
-
-
-def check_shapes(policy: Policy, params: Params) -> None:
-    """Raises ValueError where `params` are not those of `policy`, with adapters beside their weights or without."""
-
-    def check(path: tuple[Any, ...], own: jax.ShapeDtypeStruct, axes: Axes, x: Any) -> None:
-        whole, padded = own.shape, policy.partitioner.padded
-        found = {"": ((x.weights if isinstance(x, Adapted) else x).shape, padded(axes, whole))}
-        if isinstance(x, Adapted):  # the product of a [L, *in, rank] and b [L, rank, *out] is added to the weight
-            of, shapes = adapter_axes(axes, x), adapter_shapes(whole, x.a, x.b)
-            a, b = (padded(*one) for one in zip(of, shapes))
-            found["'s adapter"] = ((*x.a.shape[:-1], *x.b.shape[2:]), (*a[:-1], *b[2:]))
-        for name, (shape, stored) in found.items():
-            if shape not in (whole, stored):
-                raise ValueError(
-                    f"published parameter {jax.tree_util.keystr(path)}{name} is {shape}, the policy's is {whole}"
-                )
-
-    jax.tree_util.tree_map_with_path(check, policy.sizes(), policy.axes(), params)
-
-
-def adapter_axes(axes: Axes, x: Adapted) -> tuple[Axes, Axes]:
-    """Returns the logical axes of an adapter's two parts beside a weight with `axes`."""
-    inner = x.a.ndim - 1  # layers and inputs
-    return (*axes[:inner], None), (axes[0], None, *axes[inner:])
-
-
-def served(policy: Policy, params: Params, *, share: bool, gather: bool, weights: str | None = None) -> dict[str, Any]:
-    """Returns `params` in the policy's compute dtype, with the layout for decoding.
-
-    Norm scales and routers stay float32, as the layers use them. A leaf that already has the dtype and the layout is the learner's
-    own array if `share`, and a copy otherwise; every other leaf is a new array that shares no memory with the learner's,
-    so that the sampler may delete it. An adapter has its weight's layout, except for its rank, which no mesh axis splits.
-
-    Args:
-      policy: the policy of the parameters.
-      params: the learner's parameters; an `Adapted` in the place of a weight that has an adapter beside it.
-      share: whether the learner's own arrays may be served.
-      gather: whether weights are whole over the fsdp axis, which saves each decode step their gathering.
-      weights: dtype of the layers' matrices, which then have scales (`narrow`); None leaves them in the compute dtype.
-
-    Raises:
-      ValueError: where `params` are not those of `policy`.
-    """
-    partitioner = policy.partitioner
-    if gather:
-        partitioner = replace(partitioner, rules={**partitioner.rules, "embed": ()})
-
-    check_shapes(policy, params)
-
-    def placed(path: tuple[Any, ...], axes: tuple, x: jax.Array) -> jax.Array:
-        dtype = x.dtype if path[-1].key in PRECISE else policy.compute_dtype
-        sharding = partitioner.stored(axes, x.shape)
-        if x.dtype == dtype and isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim):
-            return x if share else x.copy()
-        if x.dtype == dtype:
-            return jax.device_put(x, sharding, may_alias=False)
-        # Cast before the transfer: fewer bytes move between devices. A host array goes straight to its shards.
-        return jax.device_put(x.astype(dtype), sharding)
-
-    def leaf(path: tuple[Any, ...], axes: tuple, x: Any) -> Any:
-        if weights is not None and (inputs := narrow.inputs_of(path, axes)):
-            return narrow.quantized(x, inputs, weights, partitioner.stored(axes, x.shape))
-        if not isinstance(x, Adapted):
-            return placed(path, axes, x)
-        a, b = (placed(path, *one) for one in zip(adapter_axes(axes, x), (x.a, x.b)))
-        return Adapted(placed(path, axes, x.weights), a, b, x.scale)
-
-    axes = policy.axes()
-    return jax.tree_util.tree_map_with_path(leaf, axes, params, is_leaf=lambda x: isinstance(x, tuple))

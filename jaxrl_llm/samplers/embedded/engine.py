@@ -19,10 +19,8 @@ import numpy as np
 from jaxrl_llm.experience import Completion, SamplingParams
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.protocols import Conversation, Params
-from jaxrl_llm.samplers.embedded.block import Prefix, bytes_of
-from jaxrl_llm.samplers.embedded.capacity import Capacity, Counters
-from jaxrl_llm.samplers.embedded.decode import Chunk, finished
-from jaxrl_llm.samplers.embedded.room import announce, fits_beside, fitting, free_bytes
+from jaxrl_llm.samplers.embedded.decode import Chunk, Prefix, bytes_of, finished
+from jaxrl_llm.samplers.embedded.room import Capacity, Counters, announce, fits_beside, fitting, free_bytes
 from jaxrl_llm.samplers.embedded.shelf import Shelf
 from jaxrl_llm.samplers.embedded.slots import SlotBatch
 from jaxrl_llm.samplers.embedded.weights import Weights, deleted

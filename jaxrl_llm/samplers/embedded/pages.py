@@ -8,7 +8,7 @@ that have ended write there.
 
 import numpy as np
 
-from jaxrl_llm.samplers.embedded.capacity import Capacity
+from jaxrl_llm.samplers.embedded.room import Capacity
 
 NOBODYS = 0
 # {(row of a block of prompts, shard): the pages that its samples there share}

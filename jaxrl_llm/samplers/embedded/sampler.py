@@ -11,9 +11,9 @@ from jaxrl_llm.kernels.decode_attention import triton
 from jaxrl_llm.kernels.decode_attention.api import NARROW
 from jaxrl_llm.models.lora import AdaptedPolicy
 from jaxrl_llm.models.policy import Policy
-from jaxrl_llm.samplers.embedded.decode import served
 from jaxrl_llm.samplers.embedded.engine import Engine
 from jaxrl_llm.samplers.embedded.shelf import Shelf
+from jaxrl_llm.samplers.embedded.weights import served
 
 
 def pages_allowed(policy: Policy, page: int) -> str | None:

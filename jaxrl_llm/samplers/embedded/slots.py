@@ -10,9 +10,9 @@ import numpy as np
 from jaxrl_llm.models.policy import Params, Policy
 from jaxrl_llm.models.transformer import Cache
 from jaxrl_llm.samplers.embedded import choose, decode, parking
-from jaxrl_llm.samplers.embedded.block import NO_TOKEN, Block, Prefix, Recorded, bytes_of, padded
-from jaxrl_llm.samplers.embedded.capacity import Capacity, bucket, shortest
+from jaxrl_llm.samplers.embedded.decode import NO_TOKEN, Block, Prefix, Recorded, bytes_of, padded
 from jaxrl_llm.samplers.embedded.pages import Pages
+from jaxrl_llm.samplers.embedded.room import Capacity, bucket, shortest
 from jaxrl_llm.samplers.requests import Decode, Draft, Request
 
 _STATE = ("last", "position", "drawn", "done")  # the fields of Slots that a chunk changes
@@ -329,14 +329,13 @@ class SlotBatch:
         """Starts a chunk of decode steps on the device, from the slots' state or from the end of the chunk `after`."""
         cut = any(draft is not None and choose.filters(draft.request.settings) for draft in self._drafts)
         self._programs.add(("decode", self.capacity, steps, cut))
-        at = self._slots
+        at = self._slots if self.pages is None else self._slots._replace(table=self.pages.table.copy())
         # The state that a chunk leaves and the host's have the same layout, so that one program takes both.
         if jax.process_count() == 1:
             place, state = self.policy.partitioner.replicated, at if after is None else after
             at = at._replace(**{name: jax.device_put(getattr(state, name), place) for name in _STATE})
         self._cache, self._seen, chunk = decode.decode(
-            served, self._cache, self._seen, at, None if self.pages is None else self.pages.table.copy(),
-            policy=self.policy, steps=steps, cut=cut, record=self._record,
+            served, self._cache, self._seen, at, policy=self.policy, steps=steps, cut=cut, record=self._record,
         )  # fmt: skip
         return chunk
 

@@ -14,8 +14,7 @@ from jaxrl_llm.eval.results import SAMPLES
 from jaxrl_llm.kernels import dispatch
 from jaxrl_llm.metrics import flops
 from jaxrl_llm.models.policy import Policy
-from jaxrl_llm.samplers.embedded.capacity import Capacity, bucket
-from jaxrl_llm.samplers.embedded.room import taken_bytes
+from jaxrl_llm.samplers.embedded.room import Capacity, bucket, taken_bytes
 from jaxrl_llm.samplers.embedded.sampler import EmbeddedSampler
 from jaxrl_llm.tools import memory, programs
 from jaxrl_llm.tools.planning.chips import GIB

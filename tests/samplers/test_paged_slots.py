@@ -16,9 +16,9 @@ from jaxrl_llm.kernels.decode_attention import cache as caches
 from jaxrl_llm.protocols import Conversation
 from jaxrl_llm.samplers.embedded import decode, room
 from jaxrl_llm.samplers.embedded import engine as engine_module
-from jaxrl_llm.samplers.embedded.capacity import Capacity
 from jaxrl_llm.samplers.embedded.pages import NOBODYS, Pages
 from jaxrl_llm.samplers.embedded.parking import Parked, Parking
+from jaxrl_llm.samplers.embedded.room import Capacity
 from jaxrl_llm.samplers.embedded.sampler import EmbeddedSampler
 from jaxrl_llm.samplers.embedded.slots import SlotBatch
 from jaxrl_llm.samplers.requests import Request
