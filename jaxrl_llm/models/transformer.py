@@ -34,7 +34,7 @@ from jaxrl_llm.models.layers import (
 from jaxrl_llm.models.linear import added, looked_up, read, rounded
 
 # "k" and "v" of the layers that attend, in the order of `kernels.decode_attention.cache`; of layers with a state "state" [L, S, Hv, dk, dv]
-# and "conv" [L, S, taps - 1, channels].
+# and "conv" [L, S, taps - 1, channels]. Where the keys and values are pages that slots share, the slots' "table" [S, N] too.
 Cache = dict[str, jax.Array]
 States = dict[str, jax.Array]  # {site: [B, T, D]}
 Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]  # (q, k, v) -> heads' outputs, and more

@@ -48,6 +48,12 @@ class Pages:
         """Returns the shard of a slot."""
         return slot * self._shards // len(self.table)
 
+    def first(self, slots: list[int]) -> list[int]:
+        """Returns the first of the slots of each shard."""
+        if self._shards == 1:
+            return slots[:1]
+        return list({self.shard(slot): slot for slot in reversed(slots)}.values())
+
     def free(self, shard: int) -> int:
         """Returns the number of free pages of a shard."""
         return len(self._free[shard])

@@ -211,16 +211,14 @@ class SlotBatch:
         """
         if (pages := self.pages) is None:
             return True
-        each = block.tokens.shape[1] // pages.size  # parts of a row
+        each, length = block.tokens.shape[1] // pages.size, block.length(row)  # parts and tokens of a row
         while True:
-            first = {pages.shard(slot): slot for slot in reversed(free)}
-            live = ~self._slots.done
-            fitting = [s for s in first.values() if pages.fits(s, row, block.length(row), block.shared, live)]
-            if fitting:
+            first, live = pages.first(free), ~self._slots.done
+            if fitting := [slot for slot in first if pages.fits(slot, row, length, block.shared, live)]:
                 best = max(fitting, key=lambda slot: pages.free(pages.shard(slot)))  # of the shard with most room
                 free.remove(best)
                 free.insert(0, best)
-                written, begin = pages.seat(best, row, block.length(row), block.shared), row * each
+                written, begin = pages.seat(best, row, length, block.shared), row * each
                 copies.extend((page, begin + part) for page, part in written)
                 return True
             if self.parking:
@@ -253,8 +251,10 @@ class SlotBatch:
 
     def reserve(self, steps: int) -> bool:
         """Gives each sequence pages for `steps` more tokens, or none where too few are free; returns whether all have them."""
+        if self.pages is None:
+            return True
         live = np.flatnonzero(~self._slots.done)
-        return self.pages is None or self.pages.grow(live, self._entries(steps)[live])
+        return self.pages.grow(live, self._entries(steps)[live])
 
     def _entries(self, steps: int) -> np.ndarray:
         """Returns the entries of each slot's sequence after `steps` more tokens, [slots]."""
