@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxrl_llm import command_line
-from jaxrl_llm.distributed import allocator, compilation_cache, out_of_memory, topology, xla_flags
+from jaxrl_llm.distributed import compilation_cache, memory, topology, xla_flags
 
 _log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ def prepare(target: str | None = None) -> None:
     if target is None:
         xla_flags.apply()
         if xla_flags.on_cpu():
-            allocator.keep()
+            memory.keep()
     else:
         topology.prepare(target)
     compilation_cache.keep()
@@ -205,10 +205,10 @@ def main(argv: Sequence[str] | None = None, *, alone: bool = False) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except RuntimeError as error:
-        if arguments.debug or not out_of_memory.ran_out(error):
+        if arguments.debug or not memory.ran_out(error):
             raise
         print(
-            f"error: {out_of_memory.advice(error, 'its programs were compiled' if arguments.dry_run else 'it ran')}",
+            f"error: {memory.advice(error, 'its programs were compiled' if arguments.dry_run else 'it ran')}",
             file=sys.stderr,
         )
         return 1

@@ -64,6 +64,13 @@ class Packing:
         """The largest number of sequences of a micro-batch."""
         return self.rows * self.sequences_per_row
 
+    @property
+    def sizes(self) -> list[int]:
+        """The numbers of rows that a micro-batch may have, the largest first."""
+        if not self.tail:
+            return [self.rows]
+        return [self.rows >> k for k in range(self.rows.bit_length()) if self.rows >> k >= self.tail]
+
     def fits(self, lengths: Sequence[int]) -> bool:
         """Returns whether sequences of `lengths` positions fit one micro-batch together."""
         return max(lengths) <= self.row_tokens and self._rows(lengths, list(range(len(lengths)))) is not None
@@ -107,11 +114,10 @@ class Packing:
         rows = _fill(lengths, self.row_tokens, self.sequences_per_row)
         cost = lambda row: sum(lengths[i] + lengths[i] ** 2 / ATTENTION for i in row)  # noqa: E731
         rows.sort(key=lambda row: (-cost(row), row))
-        sizes = [self.rows >> k for k in range(self.rows.bit_length()) if self.rows >> k >= self.tail]
         placements = []
         while rows:
             needed = -(-len(rows) // self.tail) * self.tail
-            size = next(size for size in sizes if size <= needed)
+            size = next(size for size in self.sizes if size <= needed)
             members, rows = rows[:size], rows[size:]
             members += [[] for _ in range(size - len(members))]
             placements.append(Placement([members[i] for i in _spread_order(size)]))

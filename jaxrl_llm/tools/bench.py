@@ -35,6 +35,7 @@ from jaxrl_llm.kernels.attention import api as attention
 from jaxrl_llm.kernels.decode_attention import api as decode_attention
 from jaxrl_llm.kernels.delta_rule import api as delta_rule
 from jaxrl_llm.kernels.token_stats import api as token_stats
+from jaxrl_llm.learner import example
 from jaxrl_llm.learner.batch import bare, to_device
 from jaxrl_llm.metrics import flops, profiling, run_folder
 from jaxrl_llm.models.policy import Params
@@ -217,7 +218,7 @@ def for_target(case: Case, target: programs.Target) -> dict[str, Any]:
     with dispatch.recording() as kernels:
         if case.work in ("update", "score"):
             batch = full_rows(case)
-            shapes = memory.shapes_of(batch, learner, {}, len(batch.groups))
+            shapes = example.shapes_of(batch, learner, {}, len(batch.groups))
             accounts = memory.of_learner(learner, shapes, len(batch.minibatches[0]) if case.work == "update" else 0)
             count, readings = (flops.update if case.work == "update" else flops.forward)(size, lengths_of(batch)), 1
         elif case.work == "sample":

@@ -20,6 +20,7 @@ from typing import Any
 import jax
 
 from jaxrl_llm.distributed.mesh import Partitioner
+from jaxrl_llm.learner import example
 from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.learner.optimizer import rested
 from jaxrl_llm.models.architecture import stack_of
@@ -147,11 +148,11 @@ class Demand:
 
     def held(self, rows: int) -> int:
         """Returns the bytes of the state and of what is beside it; sums of several micro-batches are in float32."""
-        return self._held(memory.rows_wanted(self.stage) > rows)
+        return self._held(example.rows_wanted(self.stage) > rows)
 
     def working(self, remat: str, rows: int) -> float:
         """Returns the bytes beside the state: the program of a gradient, or moments that come to the device where these take more."""
-        own = self._slopes(remat == "none") if memory.rows_wanted(self.stage) > rows else 0
+        own = self._slopes(remat == "none") if example.rows_wanted(self.stage) > rows else 0
         setting, tokens = setting_of(self.policy, self.stage, remat), _tokens(self.stage, rows, self.policy)
         return max(self._coming, own + activations(setting, tokens, self.policy.compute_dtype))
 
@@ -171,7 +172,7 @@ class Demand:
     def _held(self) -> Callable[[bool], int]:
         @functools.cache
         def of(several: bool) -> int:
-            rows = 1 if several else memory.rows_wanted(self.stage)
+            rows = 1 if several else example.rows_wanted(self.stage)
             at = replace(self.stage, packing=replace(self.stage.packing, rows=rows, tail=0))
             return sum(memory.state(at, self.policy).values()) + beside(self.run, at, self.policy)
 
@@ -227,7 +228,7 @@ def _tokens(stage: Stage, rows: int, policy: Any) -> int:
 def _rows(demand: Demand, remat: str, most: float) -> int:
     """Returns the most rows, shards x 2^k and no more than a mini-batch fills, that fit; 0 where one row per shard does not."""
     tried = [demand.policy.partitioner.batch_shards]
-    while tried[-1] < min(memory.rows_wanted(demand.stage), MOST_ROWS):
+    while tried[-1] < min(example.rows_wanted(demand.stage), MOST_ROWS):
         tried.append(2 * tried[-1])
     # Rows that hold a whole mini-batch need no second gradient, and may fit where half of them do not.
     return max((rows for rows in tried if demand.needed(remat, rows) <= most), default=0)
@@ -236,7 +237,7 @@ def _rows(demand: Demand, remat: str, most: float) -> int:
 def _seconds(stage: Stage, policy: Any, remat: str, rows: int) -> float:
     """Predicts the seconds of an update by one chip's rates, which order the settings on any device."""
     length = stage.max_prompt_tokens + stage.response_tokens
-    times = math.ceil(memory.rows_wanted(stage) / rows)
+    times = math.ceil(example.rows_wanted(stage) / rows)
     setting, tokens = setting_of(policy, stage, remat), _tokens(stage, rows, policy)
     return sum(cost_model.update_seconds(CHIPS["h200"], setting, tokens, length, times).values())
 

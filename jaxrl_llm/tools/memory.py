@@ -5,21 +5,16 @@ is not an argument: the moments while a gradient is computed, the reference and 
 the allocator's fragmentation and the libraries' workspaces, which are small.
 """
 
-import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
 import jax
-import numpy as np
 
 from jaxrl_llm.algorithms.batch import MicroBatch
-from jaxrl_llm.distributed.mesh import Partitioner
-from jaxrl_llm.experience import Group, Prompt, Rollout, Scores, unscored
 from jaxrl_llm.kernels import dispatch
-from jaxrl_llm.learner import offload
-from jaxrl_llm.learner.batch import Batch, filled, packed_axes
+from jaxrl_llm.learner import example, offload
 from jaxrl_llm.learner.learner import NO_BASES, Bases, Learner
 from jaxrl_llm.learner.optimizer import rested
 from jaxrl_llm.learner.score import TEACHER
@@ -27,15 +22,12 @@ from jaxrl_llm.models.architecture import PRECISE
 from jaxrl_llm.models.linear import Quantized
 from jaxrl_llm.models.lora import AdaptedPolicy
 from jaxrl_llm.models.policy import Policy
-from jaxrl_llm.protocols import Naming
 from jaxrl_llm.samplers.embedded import decode, narrow
 from jaxrl_llm.samplers.embedded.sampler import EmbeddedSampler
 from jaxrl_llm.train.build import learner_of
 from jaxrl_llm.train.describe import block_of, capacity_of
 from jaxrl_llm.train.frozen_models import reference_shapes
 from jaxrl_llm.train.stage import Stage
-
-TOKEN_STATS = {"reference": "ref_logprobs", "critic": "values", "teacher": "teacher_logprobs"}
 
 
 def size(tree: Any) -> int:
@@ -171,65 +163,11 @@ def served_shapes(policy: Policy, sampler: EmbeddedSampler) -> Any:
     return policy.joined(cast(policy, policy.compute_dtype), base) if apart(policy, sampler) else base
 
 
-def summed(stage: Stage) -> bool:
-    """Returns whether a minibatch may take several micro-batches, whose gradients are summed."""
-    return rows_wanted(stage) > stage.packing.rows
-
-
-def rows_wanted(stage: Stage) -> int:
-    """Returns the rows that hold a minibatch whose sequences all have their greatest length."""
-    each = max(stage.packing.row_tokens // longest(stage), 1)
-    return math.ceil(stage.sequences / stage.minibatches / each)
-
-
-def longest(stage: Stage) -> int:
-    """Returns the most positions that a sequence of the stage takes in a row."""
-    return min(stage.max_prompt_tokens + stage.response_tokens - 1, stage.packing.row_tokens)
-
-
 def of_prefill(policy: Policy, sampler: EmbeddedSampler, stage: Stage, max_length: int) -> Account:
     """Returns the account of the prefill of a block of the longest prompts."""
     capacity = capacity_of(sampler, stage, max_length, policy.partitioner.batch_shards)
     block, served = block_of(policy, sampler, stage, capacity), served_shapes(policy, sampler)
     return account(decode.prefill.lower(served, block, policy=policy.plain, dtype=sampler.cache))
-
-
-def batch_of(stage: Stage, learner: Learner) -> MicroBatch:
-    """Returns the shapes of a micro-batch of the stage, with every token stat that its algorithm needs and all fields that it reads by name."""
-    reads = learner.algorithm.reads if isinstance(learner.algorithm, Naming) else {}
-    one = _rollout(reads.get("spans", ()))
-    if stage.algorithm.learns_from == "pairs":
-        groups = [unscored([one, one], sides=(1, -1)) for _ in range(stage.prompts_per_step)]
-    else:
-        each = stage.sequences // stage.prompts_per_step
-        groups = [_scored([one] * each, reads.get("parts", ()) or ("r",)) for _ in range(stage.prompts_per_step)]
-    batch = Batch.build(
-        groups, stage.packing, minibatches=stage.minibatches, sources=["plan", *reads.get("sources", ())],
-        response_tokens=stage.response_tokens, capacity=stage.sequences,
-    )  # fmt: skip
-    zeros = np.zeros((batch.capacity, batch.response_tokens), np.float32)
-    needs = stage.needs
-    stats = {field: zeros for need, field in TOKEN_STATS.items() if need in needs}
-    stats |= {n: zeros for n in ("sum_p2", "uniform_logprob") if n in needs}
-    return shapes_of(batch, learner, stats, stage.prompts_per_step)
-
-
-def shapes_of(batch: Batch, learner: Learner, stats: Mapping[str, np.ndarray], groups: int) -> MicroBatch:
-    """Returns shapes of the first micro-batch of a batch of `groups` groups, with its token stats; its devices need not be attached."""
-    sequences = batch.sequences(stats, learner.algorithm.controls, groups)
-    shaped = jax.eval_shape(learner.algorithm.advantages, sequences)
-    advantages = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shaped)
-    return abstract(filled(batch.minibatches[0], sequences, advantages, 1.0)[0], learner.partitioner)
-
-
-def abstract(batch: MicroBatch, partitioner: Partitioner) -> MicroBatch:
-    """Returns shapes and shardings of a micro-batch on the mesh."""
-
-    def described(x: Any) -> jax.ShapeDtypeStruct:
-        sharding = partitioner.sharding(packed_axes(x), x.shape) if np.ndim(x) >= 2 else partitioner.replicated
-        return jax.ShapeDtypeStruct(np.shape(x), np.asarray(x).dtype, sharding=sharding)
-
-    return jax.tree.map(described, batch)
 
 
 def frozen(learner: Learner) -> Bases:
@@ -255,7 +193,7 @@ def state(stage: Stage, policy: Policy) -> dict[str, int]:
     """Returns the bytes of a stage's state on one device, by kind."""
     learner = learner_of(stage, policy, 0)
     gradients = learner.gradients
-    if not (summed(stage) or stage.optimizer.offload):  # then gradients are never stored in float32
+    if not (example.summed(stage) or stage.optimizer.offload):  # then gradients are never stored in float32
         gradients = {n: rested(tree, learner.optimizers[n].slopes_dtype) for n, tree in gradients.items()}
     trees = {
         "weights": learner.abstract.params, "gradients": gradients,
@@ -274,18 +212,3 @@ def reference(stage: Stage, policy: Policy) -> int:
 def reference_of(stage: Stage, policy: Policy) -> Any:
     """Returns the shapes of the stage's reference, in the dtype in which it is kept."""
     return reference_shapes(policy, stage.reference_dtype or policy.compute_dtype)
-
-
-def _rollout(spans: Sequence[str]) -> Rollout:
-    prompt = Prompt(id="plan", tokens=np.zeros(1, np.int32), source="plan")
-    one = np.ones(1, np.float32)
-    return Rollout(
-        prompt=prompt, tokens=np.zeros(1, np.int32), sampler_logprobs=-one, mask=one > 0,
-        versions=np.zeros(1, np.int32), finish="stop", spans=dict.fromkeys(spans, one > 0),
-    )  # fmt: skip
-
-
-def _scored(rollouts: list[Rollout], names: Sequence[str]) -> Group:
-    parts = {name: np.zeros(len(rollouts)) for name in names}
-    valid = {name: np.ones(len(rollouts), bool) for name in names}
-    return Group(rollouts=rollouts, scores=Scores(parts=parts, valid=valid))

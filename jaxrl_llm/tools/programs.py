@@ -18,6 +18,7 @@ from typing import Any
 from jaxrl_llm.distributed import hlo, topology
 from jaxrl_llm.distributed.mesh import Partitioner
 from jaxrl_llm.kernels import dispatch
+from jaxrl_llm.learner import example
 from jaxrl_llm.metrics import flops
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.samplers.embedded.sampler import EmbeddedSampler
@@ -113,8 +114,8 @@ def peaks(run: Any, target: Target | None = None) -> Iterator[str]:
 def _phases(run: Run, stage: Stage, policy: Any, target: Target | None) -> tuple[dict[str, Account], dict[str, float]]:
     """Returns the account of each program of a stage, and the peak bytes of each phase."""
     learner = learner_of(stage, policy, 0)
-    batch, bases = memory.batch_of(stage, learner), memory.frozen(learner)
-    accounts = memory.of_learner(learner, batch, 2 if memory.summed(stage) else 1, bases)
+    batch, bases = example.batch_of(stage, learner), memory.frozen(learner)
+    accounts = memory.of_learner(learner, batch, 2 if example.summed(stage) else 1, bases)
     phases: dict[str, float] = {"update": max(account.peak for account in accounts.values())}
     if stage.samples:
         accounts |= memory.of_learner(learner, batch, 0, bases)
@@ -146,7 +147,7 @@ def _phases(run: Run, stage: Stage, policy: Any, target: Target | None) -> tuple
 def _work(run: Run, stage: Stage, policy: Policy) -> dict[str, tuple[float, int]]:
     """Returns {program: (model FLOPs on all devices, reads of its arguments)} of a stage's programs, for full rows of the longest sequences."""
     size, packing = policy.architecture, stage.packing
-    longest = memory.longest(stage)
+    longest = example.longest(stage)
     lengths = [longest] * (packing.rows * packing.row_tokens // longest)
     found = {name: (flops.update(size, lengths), 1) for name in ("whole", "only", "accumulate")}
     found["score"] = flops.forward(size, lengths), 1

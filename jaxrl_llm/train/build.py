@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,10 +13,12 @@ from jaxrl_llm import components
 from jaxrl_llm.agents.service import TokenService
 from jaxrl_llm.data.pipeline import Encoder, NoRows, PromptStream
 from jaxrl_llm.data.tokenizer import with_stop_ids
+from jaxrl_llm.distributed import ahead
 from jaxrl_llm.distributed.mesh import Partitioner
 from jaxrl_llm.distributed.processes import Processes
 from jaxrl_llm.experience import Group, Prompt
-from jaxrl_llm.learner import score
+from jaxrl_llm.learner import example, score
+from jaxrl_llm.learner.ahead import first_programs
 from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.learner.router import Router
 from jaxrl_llm.models.policy import Policy
@@ -115,6 +118,22 @@ def open_stage(config: Stage, trainer: Any, number: int) -> StageTrainer:
         preemption=trainer.preemption, progress=trainer.progress, controls=config.controls,
         contents={"data": content, "tokenizer": hashed(sorted(trainer.tokenizer.get_vocab().items()))},
     )  # fmt: skip
+
+
+def compiling(stage: StageTrainer, step: int) -> ahead.Background | None:
+    """Begins to compile what the stage's learner runs first, in `step`; None where that is not worthwhile, or only the samples decide what it is."""
+    config, learner = stage.config, stage.learner
+    replays = (
+        learner.policy.architecture.experts is not None and config.router.replay != "off"
+    )  # with shapes of their own
+    count = example.foreseen(config) if config.samples and config.schedule is None and not replays else 0
+    if not count or not ahead.worthwhile():
+        return None
+    programs = partial(
+        first_programs, learner, lambda: [example.batch_of(config, learner, rows) for rows in config.packing.sizes],
+        count, stage.bases, scores=stage.scores_policy(step),
+    )  # fmt: skip
+    return ahead.Background(programs)
 
 
 def check_bitwise(config: Stage, sampler: Any) -> None:

@@ -25,7 +25,7 @@ import orbax.checkpoint as ocp
 
 from jaxrl_llm import components
 from jaxrl_llm.distributed import serialization, tree_sums
-from jaxrl_llm.distributed.out_of_memory import ran_out
+from jaxrl_llm.distributed.memory import ran_out
 from jaxrl_llm.distributed.tree_sums import NONE_FILLED, Damaged, Sizes
 
 _PACKED = "deferred"  # the item of a checkpoint that holds the deferred parts of the host's state, and the entry about them there

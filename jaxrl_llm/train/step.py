@@ -9,8 +9,9 @@ import jax
 import numpy as np
 
 from jaxrl_llm.algorithms.batch import Advantages, Sequences
-from jaxrl_llm.distributed.mesh import Partitioner, to_host
-from jaxrl_llm.distributed.out_of_memory import explained
+from jaxrl_llm.distributed.ahead import Background
+from jaxrl_llm.distributed.memory import explained
+from jaxrl_llm.distributed.mesh import to_host
 from jaxrl_llm.distributed.preemption import Preemption
 from jaxrl_llm.experience import Group
 from jaxrl_llm.learner.ahead import compile_updates
@@ -64,6 +65,7 @@ class StageTrainer:
       number: the stage's number in the run, from 0.
       offset: number of the run's steps before the stage.
       learner: scores and updates, in a phase without a view, a loss or frozen parameters of its own.
+      ahead: programs of the first step that are compiled while the run evaluates and samples; None where they are not.
       loader: gives the groups of each step.
       collector: scores groups again whose reward needs token stats; None where the stage samples nothing.
       frozen: the models that are not trained.
@@ -83,6 +85,7 @@ class StageTrainer:
     number: int = 0
     offset: int = 0
     learner: Learner
+    ahead: Background | None = None
     loader: GroupLoader
     collector: Collector | None = None
     frozen: FrozenModels
@@ -105,8 +108,7 @@ class StageTrainer:
         await self.frozen.refresh(state.policy, step - self.offset - 1)
         groups = await self.groups(step)
         batch = await self.pack(groups)
-        stats = await self.token_stats(state, batch, step)
-        batch, stats = with_routes(batch, stats)
+        batch, stats = with_routes(batch, await self.token_stats(state, batch, step))
         if self.rescores:
             batch = await self.rescored(batch, stats)
         self.check_rewards(batch)
@@ -136,6 +138,8 @@ class StageTrainer:
     def pack(self, groups: Sequence[Group]) -> Batch:
         """Packs the groups of a step into minibatches."""
         config = self.config
+        if self.ahead is not None:
+            self.ahead.wait()
         if not groups:
             raise ValueError(
                 f"the filter of stage {config.name!r} kept no group of a step: raise its max_draws or PROMPTS_PER_STEP, or look at "
@@ -187,7 +191,7 @@ class StageTrainer:
         for epoch in range(config.epochs):
             read = batch.shuffled(config.packing, (self.learner.seed, step, epoch)) if epoch else batch
             read = read.without(config.packing, advantages.silent) if config.skip_silent else read
-            minibatches = read.micro_batches(sequences, advantages, learner.algorithm.constant, self.partitioner)
+            minibatches = read.micro_batches(sequences, advantages, learner.algorithm.constant, learner.partitioner)
             if config.packing.tail:
                 compile_updates(learner, minibatches, self.bases)
             for minibatch in minibatches:
@@ -202,10 +206,6 @@ class StageTrainer:
     def overlaps(self) -> bool:
         """Whether the sampler runs while the learner computes, and so needs the event loop meanwhile."""
         return self.config.max_staleness > 0
-
-    @property
-    def partitioner(self) -> Partitioner:
-        return self.learner.partitioner
 
     @property
     def rescores(self) -> bool:
@@ -341,7 +341,7 @@ class StageTrainer:
 
     def measure(self, state: TrainState) -> dict[str, float]:
         """Measures the loss and its metrics on responses that are never learned from, as "eval/..."."""
-        groups = self.held_out.given
+        groups, learner = self.held_out.given, self.learner
         if not groups:
             return {}
         batch = Batch.build(
@@ -349,11 +349,11 @@ class StageTrainer:
             capacity=sum(len(g.rollouts) for g in groups),
         )  # fmt: skip
         scored = self.scores_policy(0) or self.frozen.score
-        stats = self.stats_of(self.learner, state, batch, policy=self.scores_policy(0)) if scored else {}
+        stats = self.stats_of(learner, state, batch, policy=self.scores_policy(0)) if scored else {}
         sequences = batch.sequences(stats, {n: self.controls[n] for n in self.config.algorithm.controls}, len(groups))
-        advantages = jax.tree.map(to_host, self.learner.advantages(sequences))
-        (minibatch,) = batch.micro_batches(sequences, advantages, self.config.algorithm.constant, self.partitioner)
-        found = jax.device_get(self.learner.measure(state.params, minibatch, self.bases))
+        advantages = jax.tree.map(to_host, learner.advantages(sequences))
+        (minibatch,) = batch.micro_batches(sequences, advantages, learner.algorithm.constant, learner.partitioner)
+        found = jax.device_get(learner.measure(state.params, minibatch, self.bases))
         return {f"eval/{name}": float(x) for name, x in found.items()}
 
     # -- state ---------------------------------------------------------------------------------------------------------

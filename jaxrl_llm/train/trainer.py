@@ -22,7 +22,7 @@ from jaxrl_llm.metrics.writers import WriterComponent, Writers
 from jaxrl_llm.protocols import Down, Retiring, Sampler, Steered
 from jaxrl_llm.rollouts.player import Player
 from jaxrl_llm.train import settings
-from jaxrl_llm.train.build import check_tokens, new_key, open_stage, sampled_policy
+from jaxrl_llm.train.build import check_tokens, compiling, new_key, open_stage, sampled_policy
 from jaxrl_llm.train.checkpoint import Checkpoints
 from jaxrl_llm.train.describe import announce, describe
 from jaxrl_llm.train.frozen_models import REFERENCE, AuxiliaryModel, own_sizes
@@ -330,6 +330,7 @@ class Trainer:
                 start, self.state = stage.offset, stage.begin(params, new_key(self.config.seed, number))
             _log.info("stage %s goes on after step %d", config.name, start)
             await stage.frozen.refresh(self.state.policy, start - stage.offset)
+            stage.ahead = compiling(stage, start + 1)
             if start == 0:
                 self.writers.write(0, await self.evaluate(stage, self.state, 0))
             if self.pending is not None:

@@ -6,15 +6,15 @@ import sys
 
 import pytest
 
-from jaxrl_llm.distributed import allocator
+from jaxrl_llm.distributed import memory
 
 pytestmark = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library is not glibc")
 
 # 20 blocks of 100 MiB, one after the other, each written in all its pages of 4 KiB by a thread of its own.
 PROGRAM = """
 import ctypes, resource, sys, threading
-from jaxrl_llm.distributed import allocator
-print(allocator.keep({}) if "keep" in sys.argv else False)
+from jaxrl_llm.distributed import memory
+print(memory.keep({}) if "keep" in sys.argv else False)
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
 size, page = 100 * 2**20, 4096
@@ -45,5 +45,5 @@ def test_pages_are_filled_once_and_not_at_each_call() -> None:
 
 
 def test_an_allocator_that_the_user_has_set_stays() -> None:
-    assert not allocator.keep({"MALLOC_ARENA_MAX": "4"})
-    assert not allocator.keep({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"})
+    assert not memory.keep({"MALLOC_ARENA_MAX": "4"})
+    assert not memory.keep({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"})

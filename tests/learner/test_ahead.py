@@ -9,8 +9,8 @@ import pytest
 from learner_cases import GRPO_CASE, PACKING, batches_of, fresh_state, leaves, make_batch, make_learner
 
 from jaxrl_llm.algorithms.batch import MicroBatch
+from jaxrl_llm.distributed import ahead
 from jaxrl_llm.distributed.mesh import MeshConfig
-from jaxrl_llm.learner import ahead
 from jaxrl_llm.learner.ahead import compile_updates
 from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.learner.optimizer import Optimizer

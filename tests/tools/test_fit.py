@@ -9,6 +9,7 @@ import tiny_run
 
 from jaxrl_llm import command_line, launch
 from jaxrl_llm.distributed.mesh import Partitioner
+from jaxrl_llm.learner import example
 from jaxrl_llm.tools import fit, memory, plan, programs
 from jaxrl_llm.tools.planning import run_plan
 from jaxrl_llm.train.build import learner_of
@@ -70,7 +71,7 @@ def test_several_micro_batches_take_a_second_gradient_as_the_compiled_program_do
     gradient = 4 * run_plan._count(policy.abstract())
     assert held[8] - held[64] == pytest.approx(gradient, rel=0.01)
     learner = learner_of(stage, policy, 0)
-    sums = memory.of_learner(learner, memory.batch_of(stage, learner), 2)["accumulate"]
+    sums = memory.of_learner(learner, example.batch_of(stage, learner), 2)["accumulate"]
     assert sums.arguments > 2 * gradient, "the weights and the sum"
     assert sums.temporary > gradient, "the gradient of the micro-batch that is added"
 
@@ -86,7 +87,7 @@ def test_what_is_held_does_not_depend_on_the_rows_of_the_last_micro_batches(tmp_
 def test_an_offloaded_update_takes_the_moments_that_come_to_the_device(tmp_path: Path) -> None:
     run, _ = built(tmp_path, **LARGER, **{"train.Optimizer.offload": True}, ROWS=64, ROW_TOKENS=32, MINIBATCHES=8)
     policy, (stage,) = run.policy.policy(Partitioner.create(run.mesh)), run.stages
-    assert not memory.summed(stage)
+    assert not example.summed(stage)
     one = 4 * 8 * 512 * 1536  # bytes of each of the MLP's three arrays; the others are a single group
     parameters = 4 * run_plan._count(policy.abstract())
     # While the first group is updated no gradient is done, and moments of the MLP's first array move in beside the group's own.

@@ -17,7 +17,7 @@ from jaxrl_llm.algorithms.grpo_w_classmate import GRPOWithClassmate
 from jaxrl_llm.data.sorting import Sorting
 from jaxrl_llm.distributed.mesh import MeshConfig
 from jaxrl_llm.experience import SamplingParams
-from jaxrl_llm.learner import offload
+from jaxrl_llm.learner import example, offload
 from jaxrl_llm.learner.optimizer import Optimizer
 from jaxrl_llm.models.lora import AdaptedPolicy, LoRA
 from jaxrl_llm.models.value import ValueModel
@@ -48,7 +48,7 @@ def test_the_state_counts_the_bytes_that_its_arrays_have():
 def test_shapes_alone_predict_the_programs_of_a_real_batch():
     learner = make_learner(GRPO_CASE)
     (real,) = batches_of(learner, make_batch())
-    guessed = memory.batch_of(stage(), learner)
+    guessed = example.batch_of(stage(), learner)
     shapes = lambda batch: jax.tree.map(lambda x: (x.shape, x.dtype), batch)  # noqa: E731
     assert shapes(guessed) == shapes(real)
     found = memory.of_learner(learner, guessed, 1)["whole"]
@@ -65,7 +65,7 @@ def batch_bytes(batch):
 
 def test_moments_count_while_a_gradient_is_made_though_its_program_does_not_take_them():
     learner = make_learner(GRPO_CASE)
-    batch = memory.batch_of(stage(), learner)
+    batch = example.batch_of(stage(), learner)
     moments = sum(x.nbytes for x in jax.tree.leaves(fresh_state(learner).moments))
     account = memory.of_learner(learner, batch, 0)["score"]
     assert account.resident == pytest.approx(moments, abs=16)
@@ -74,7 +74,7 @@ def test_moments_count_while_a_gradient_is_made_though_its_program_does_not_take
 
 def test_a_batch_of_pairs_has_the_streams_that_its_algorithm_reads():
     learner = make_learner(DPO())
-    batch = memory.batch_of(stage(algorithm=DPO(), reward=None), learner)
+    batch = example.batch_of(stage(algorithm=DPO(), reward=None), learner)
     assert batch.ref_logprobs.shape == (PACKING.rows, PACKING.row_tokens)
 
 
@@ -89,7 +89,7 @@ def test_a_batch_of_pairs_has_the_streams_that_its_algorithm_reads():
 )
 def test_a_batch_has_the_parts_spans_and_sources_that_its_algorithm_names(algorithm):
     learner = make_learner(algorithm)
-    batch = memory.batch_of(stage(algorithm=algorithm), learner)
+    batch = example.batch_of(stage(algorithm=algorithm), learner)
     assert batch.advantages.shape == (PACKING.rows, PACKING.row_tokens)
     assert (batch.ref_logprobs is None) == (algorithm.kl_coef == 0)
 
@@ -108,7 +108,7 @@ def test_sampling_counts_the_cache_and_a_copy_of_the_weights_in_another_dtype():
 
 def test_micro_batches_and_moments_on_the_host_have_the_programs_that_an_update_runs():
     learner = make_learner(GRPO_CASE)
-    batch = memory.batch_of(stage(), learner)
+    batch = example.batch_of(stage(), learner)
     several = learner.lowered(batch, 2)
     assert set(several) == {"accumulate", "apply"}
     # The sum so far, the parameters and the batch go in; the sum is given up and comes out.
@@ -166,9 +166,9 @@ def test_the_plan_counts_weights_in_bfloat16_and_what_lies_beside_them():
         found = memory.state(several, policy)
         counts = found["moments"] - 8 * all_of_them - more
         assert found["weights"] == halved and 0 <= counts < 100
-        assert memory.summed(several) and found["gradients"] == 4 * all_of_them
+        assert example.summed(several) and found["gradients"] == 4 * all_of_them
         one = replace(several, prompts_per_step=2)
-        assert not memory.summed(one) and memory.state(one, policy)["gradients"] == halved
+        assert not example.summed(one) and memory.state(one, policy)["gradients"] == halved
         assert memory.copy(policy, EmbeddedSampler(slots=8), one) == 0, "the learner's weights are served as they are"
         assert memory.copy(policy, EmbeddedSampler(slots=8, share_weights=False), one) == halved
     assert memory.copy(policy, EmbeddedSampler(slots=8), stage()) == halved
@@ -180,7 +180,7 @@ def test_the_account_of_an_update_of_weights_in_bfloat16_is_that_of_its_arrays(k
     policy = replace(plain.policy, compute_dtype="bfloat16")
     optimizer = replace(plain.optimizers["policy"], weights=kind)
     learner = replace(plain, models={"policy": policy}, optimizers={"policy": optimizer})
-    batch = memory.batch_of(stage(), learner)
+    batch = example.batch_of(stage(), learner)
     arrays = sum(x.nbytes for x in jax.tree.leaves(fresh_state(learner)))
     assert memory.size(learner.abstract) == arrays
     found = memory.of_learner(learner, batch, 1)["whole"]
