@@ -15,7 +15,7 @@ from bitwise_cases import (
 from jaxrl_llm.models.llama3 import Llama3
 from jaxrl_llm.models.qwen2 import Qwen2
 from jaxrl_llm.models.qwen3 import Qwen3
-from jaxrl_llm.samplers.embedded import engine, weights
+from jaxrl_llm.samplers.embedded import smaller, weights
 
 FAMILIES = (Qwen2, Qwen3, Llama3)
 
@@ -37,7 +37,7 @@ def drawn_at_random(seed, layers):
 
 
 def test_every_token_of_a_random_model_has_the_learners_log_prob(monkeypatch):
-    monkeypatch.setattr(engine, "FEWEST", 1)
+    monkeypatch.setattr(smaller, "FEWEST", 1)
     case, row, most = drawn_at_random(0, layers=1)
     drawn = case.drawn()
     assert len(recorded(drawn)) > 300
@@ -47,7 +47,7 @@ def test_every_token_of_a_random_model_has_the_learners_log_prob(monkeypatch):
 @pytest.mark.slow  # its programs take long to compile
 @pytest.mark.parametrize("seed", [1, 2, 3, 4])
 def test_every_token_of_random_models_has_the_same_bits_in_all_samplers_and_packings(monkeypatch, seed):
-    monkeypatch.setattr(engine, "FEWEST", 1)
+    monkeypatch.setattr(smaller, "FEWEST", 1)
     monkeypatch.setattr(weights, "room_apart", lambda policy, params: True)
     case, row, most = drawn_at_random(seed, layers=1 + seed % 2)
     drawn = case.drawn()

@@ -1,21 +1,25 @@
 """The last sequences of a batch move to fewer slots, and draw there what they draw in all of them."""
 
 import asyncio
+import threading
 from dataclasses import replace
 
+import jax
 import numpy as np
 import pytest
-from sampler_cases import sample
+from sampler_cases import built, sample
 
+from jaxrl_llm.distributed import ahead
 from jaxrl_llm.experience import SamplingParams
+from jaxrl_llm.metrics.profiling import EVENT
 from jaxrl_llm.samplers.embedded import engine as engine_module
-from jaxrl_llm.samplers.embedded import room
+from jaxrl_llm.samplers.embedded import room, smaller
 from jaxrl_llm.samplers.embedded.sampler import EmbeddedSampler
 
 
 @pytest.fixture(autouse=True)
 def to_one_slot(monkeypatch):
-    monkeypatch.setattr(engine_module, "FEWEST", 1)
+    monkeypatch.setattr(smaller, "FEWEST", 1)
 
 
 SHORT, LONG = SamplingParams(max_tokens=2), SamplingParams(max_tokens=11)
@@ -25,7 +29,7 @@ def serving(tiny, run, **fields):
     """Runs `await run(engine)` with a sampler of 32 slots that looks after every second step."""
 
     async def main():
-        engine = tiny.start(slots=32, decode_chunk=2, **fields)
+        engine = tiny.start(**{"slots": 32, "decode_chunk": 2} | fields)
         await engine.publish(tiny.params, 0)
         result = await run(engine)
         await engine.close()
@@ -93,3 +97,29 @@ def test_a_batch_whose_copy_has_no_room_keeps_its_slots(tiny, prefixes, monkeypa
 def test_a_factor_of_one_shrinks_nothing_and_is_refused():
     with pytest.raises(ValueError, match=r"embedded.EmbeddedSampler.shrink must be >= 2 \(got 1\)"):
         EmbeddedSampler(shrink=1)
+
+
+compiled = []  # whether a decode step was compiled in the main thread
+jax.monitoring.register_event_duration_secs_listener(
+    lambda event, _, **more: (
+        compiled.append(threading.current_thread() is threading.main_thread())
+        if event == EVENT and "decode" in str(more.get("fun_name"))
+        else None
+    )
+)
+
+
+@pytest.mark.parametrize("changes", [{}, {"repetition_penalty": 1.5, "top_k": 3}], ids=["plain", "penalised and cut"])
+@pytest.mark.parametrize(
+    ("devices", "page"), [(1, 0), (2, 0), (1, 8)], ids=["whole slots", "whole slots on two devices", "pages"]
+)
+def test_steps_of_fewer_slots_are_compiled_beside_those_of_all(prefixes, monkeypatch, devices, page, changes):
+    small = built(devices, fsdp=devices)
+    whole, _ = serving(small, mixed(prefixes, **changes), shrink=4, page=page)
+    monkeypatch.setattr(ahead, "cores", lambda: 8)
+    jax.clear_caches()
+    compiled.clear()
+    found, _ = serving(small, mixed(prefixes, **changes), shrink=4, page=page)
+    assert sorted(compiled) == [False, False, True], "8 and 2 slots, and 32"
+    for a, b in zip(found, whole, strict=True):
+        assert a.tokens.tolist() == b.tokens.tolist() and a.logprobs.tolist() == b.logprobs.tolist()

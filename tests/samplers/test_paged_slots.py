@@ -14,7 +14,7 @@ from jaxrl_llm.experience import SamplingParams
 from jaxrl_llm.kernels import dispatch
 from jaxrl_llm.kernels.decode_attention import cache as caches
 from jaxrl_llm.protocols import Conversation
-from jaxrl_llm.samplers.embedded import decode, room
+from jaxrl_llm.samplers.embedded import decode, room, smaller
 from jaxrl_llm.samplers.embedded import engine as engine_module
 from jaxrl_llm.samplers.embedded.pages import NOBODYS, Pages
 from jaxrl_llm.samplers.embedded.parking import Parked, Parking
@@ -68,7 +68,7 @@ def same(found, expected):
 @pytest.mark.parametrize("fields", [{"page": 8}, {"page": 4, "shrink": 2}, {"page": 32}], ids=str)
 @pytest.mark.parametrize("changes", [{}, {"repetition_penalty": 1.5}, {"temperature": 0}], ids=str)
 def test_pages_hold_the_bits_of_whole_slots(tiny, prefixes, changes, fields, monkeypatch):
-    monkeypatch.setattr(engine_module, "FEWEST", 1)
+    monkeypatch.setattr(smaller, "FEWEST", 1)
     settings, own = replace(SETTINGS, **changes), {"shrink": fields.get("shrink", 0)}
     (found, _, shapes), (expected, _, _) = (run(tiny, prefixes, settings, **f) for f in (fields, own))
     assert {shape.page for shape in shapes} == {fields["page"]}

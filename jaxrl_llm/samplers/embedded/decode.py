@@ -30,6 +30,7 @@ from jaxrl_llm.samplers.requests import Draft, Request
 Prefix = tuple[Request, int]  # a request and the index of one of its prefixes
 
 NO_TOKEN = -1
+_STATE = ("last", "position", "drawn", "done")  # the fields of Slots that a chunk changes
 _TURNS = 16  # turns of the event loop in which an environment's answer becomes the next request; it takes four
 
 
@@ -118,6 +119,14 @@ class Slots(NamedTuple):
         self.stop_ids[slot], self.stop_ids[slot, : len(stops)] = NO_TOKEN, stops
         self.seed[slot], self.sample[slot] = (seed >> 32, seed & 0xFFFFFFFF), draft.sample
         self.choice.set(slot, settings)
+
+
+def on_devices(slots: Slots, state: "Slots | Chunk", policy: Policy) -> Slots:
+    """Returns slots with what a chunk changes of them taken from `state`, the host's or a chunk's, in one layout, so that one program takes both."""
+    if jax.process_count() > 1:
+        return slots
+    place = policy.partitioner.replicated
+    return slots._replace(**{name: jax.device_put(getattr(state, name), place) for name in _STATE})
 
 
 class Served(NamedTuple):

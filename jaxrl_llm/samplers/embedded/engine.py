@@ -20,14 +20,14 @@ from jaxrl_llm.experience import Completion, SamplingParams
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.protocols import Conversation, Params
 from jaxrl_llm.samplers.embedded.decode import Chunk, Prefix, bytes_of, finished
-from jaxrl_llm.samplers.embedded.room import Capacity, Counters, announce, fits_beside, fitting, free_bytes
+from jaxrl_llm.samplers.embedded.room import Capacity, Counters, announce, fitting, free_bytes
 from jaxrl_llm.samplers.embedded.shelf import Shelf
 from jaxrl_llm.samplers.embedded.slots import SlotBatch
+from jaxrl_llm.samplers.embedded.smaller import Smaller
 from jaxrl_llm.samplers.embedded.weights import Weights, deleted
 from jaxrl_llm.samplers.requests import Request, check
 
 PromptCompletions = tuple[int, list[Completion]]
-FEWEST = 64  # fewest slots of a shard that a batch shrinks to: with fewer, launches alone take the time of a step
 
 
 @dataclass(eq=False, kw_only=True)
@@ -81,6 +81,7 @@ class Engine:
 
     def __post_init__(self) -> None:
         self._weights = Weights(policy=self.policy, serve=self.serve, shelf=self.shelf)
+        self._smaller = Smaller(self.policy, self.shrink, self.cache, self.record)
         self._waiting: deque[Prefix] = deque()
         self._requests: set[Request] = set()
         self._task: asyncio.Task | None = None
@@ -298,7 +299,9 @@ class Engine:
             else:
                 break
         if (fewer := self._fewer(batch)) < batch.capacity.slots:
+            self._smaller.wait()
             batch.resize(fewer)
+        self._smaller.begin(batch, self._weights.served, self.decode_chunk)
         batch.secure(self.decode_chunk)
         return batch.step(self._weights.served, self.decode_chunk)
 
@@ -310,16 +313,8 @@ class Engine:
         return self._fewer(batch, self.decode_chunk) == batch.capacity.slots and batch.reserve(2 * self.decode_chunk)
 
     def _fewer(self, batch: SlotBatch, steps: int = 0) -> int:
-        """Returns the number of slots to which the last sequences, those with more than `steps` tokens to draw, move, by factors of `shrink`,
-        where a device has room for both caches meanwhile."""
-        live, slots = batch.left(steps), batch.capacity.slots
-        unit = self.policy.partitioner.batch_shards
-        if not self.shrink or not live or self._waiting or (batch.pages is not None and unit > 1):
-            return slots
-        while slots % (self.shrink * unit) == 0 and slots // self.shrink >= max(live, FEWEST * unit):
-            slots //= self.shrink
-        fits = fits_beside(self.policy, batch.capacity, slots, self._free, self.cache)
-        return slots if fits else batch.capacity.slots
+        """Returns the number of slots to which the last sequences, those with more than `steps` tokens to draw, move."""
+        return batch.capacity.slots if self._waiting else self._smaller.slots(batch, steps, self._free)
 
     def _grown(self, batch: SlotBatch) -> None:
         """Restores the slots of a batch that has shrunk where requests wait."""

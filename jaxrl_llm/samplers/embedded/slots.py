@@ -15,7 +15,6 @@ from jaxrl_llm.samplers.embedded.pages import Pages
 from jaxrl_llm.samplers.embedded.room import Capacity, bucket, shortest
 from jaxrl_llm.samplers.requests import Decode, Draft, Request
 
-_STATE = ("last", "position", "drawn", "done")  # the fields of Slots that a chunk changes
 _REFILLS = 16  # refills that write fewer slots than a 16th of a batch's are one program
 _TOLD = 64  # tokens of the shortest bucket between two turns: messages are seldom much longer
 
@@ -44,7 +43,7 @@ class SlotBatch:
         self._placed = 0
         self._again: deque[Draft] = deque()  # sequences whose pages others needed
         self._programs.add(("empty", capacity))
-        self._cache, self._seen = decode.empty(
+        self._cache, self.seen = decode.empty(
             policy=policy, slots=capacity.slots, length=capacity.page or capacity.length, penalised=capacity.penalised,
             dtype=dtype, pages=capacity.pages,
         )  # fmt: skip
@@ -75,6 +74,11 @@ class SlotBatch:
         """Whether the host ends sequences itself, by searching their text."""
         return any(draft is not None and draft.request.settings.stop_strings for draft in self._drafts)
 
+    @property
+    def cut(self) -> bool:
+        """Whether any sequence is drawn from a part of the distribution."""
+        return any(draft is not None and choose.filters(draft.request.settings) for draft in self._drafts)
+
     def resize(self, slots: int) -> None:
         """Moves the live sequences, in their order, to a batch of `slots` slots."""
         gone = set(self.free())
@@ -83,7 +87,9 @@ class SlotBatch:
         source[: len(live)] = live
         self._programs.add(("resize", self.capacity, slots))
         moved = {name: part for name, part in self._cache.items() if self.pages is None or name not in parking.KEPT}
-        moved, self._seen = decode.resized(moved, self._seen, source, policy=self.policy)
+        layout = self.seen.sharding
+        moved, self.seen = decode.resized(moved, self.seen, source, policy=self.policy)
+        self.seen = jax.device_put(self.seen, layout)  # of a table without entries a compiler may choose another
         self._cache = {**self._cache, **moved}
         if self.pages is not None:
             self.pages.move(live, slots)
@@ -200,8 +206,8 @@ class SlotBatch:
         self._programs.add(
             ("place", self.capacity, block.tokens.shape, len(pairs), 0 if parts is None else parts.shape)
         )
-        self._cache, self._seen = decode.place(
-            self._cache, self._seen, block.cache, block.tokens, *pairs.T, parts, policy=self.policy
+        self._cache, self.seen = decode.place(
+            self._cache, self.seen, block.cache, block.tokens, *pairs.T, parts, policy=self.policy
         )
 
     def _seated(self, block: Block, row: int, free: list[int], copies: list[tuple[int, int]]) -> bool:
@@ -327,15 +333,12 @@ class SlotBatch:
 
     def step(self, served: decode.Served, steps: int, after: decode.Chunk | None = None) -> decode.Chunk:
         """Starts a chunk of decode steps on the device, from the slots' state or from the end of the chunk `after`."""
-        cut = any(draft is not None and choose.filters(draft.request.settings) for draft in self._drafts)
+        cut = self.cut
         self._programs.add(("decode", self.capacity, steps, cut))
         at = self._slots if self.pages is None else self._slots._replace(table=self.pages.table.copy())
-        # The state that a chunk leaves and the host's have the same layout, so that one program takes both.
-        if jax.process_count() == 1:
-            place, state = self.policy.partitioner.replicated, at if after is None else after
-            at = at._replace(**{name: jax.device_put(getattr(state, name), place) for name in _STATE})
-        self._cache, self._seen, chunk = decode.decode(
-            served, self._cache, self._seen, at, policy=self.policy, steps=steps, cut=cut, record=self._record,
+        at = decode.on_devices(at, at if after is None else after, self.policy)
+        self._cache, self.seen, chunk = decode.decode(
+            served, self._cache, self.seen, at, policy=self.policy, steps=steps, cut=cut, record=self._record,
         )  # fmt: skip
         return chunk
 
