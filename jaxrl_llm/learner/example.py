@@ -62,7 +62,7 @@ def abstract(batch: MicroBatch, partitioner: Partitioner) -> MicroBatch:
 def foreseen(stage: Any) -> int:
     """Returns the number of micro-batches that a minibatch will have: 1, or 2 for several; 0 where only its samples decide it.
 
-    Several are foreseen where they are needed even if sequences take one SHORTth of their greatest length on average.
+    Several are foreseen where sequences of 1 / SHORT of their greatest length, on average, would need them too.
     """
     wanted, rows = rows_wanted(stage), stage.packing.rows
     if wanted <= rows and not stage.packing.tail:

@@ -43,8 +43,9 @@ class Smaller:
 
     def begin(self, batch: SlotBatch, served: decode.Served, steps: int) -> None:
         """Begins to compile chunks of `steps` steps of the smaller batches, where this one is whole and new; returns at once."""
-        smaller, kind = self.sizes(batch), (batch.whole, batch.cut)
-        if not smaller or batch.capacity != batch.whole or kind in self._known or not worthwhile():
+        if batch.capacity != batch.whole or not (smaller := self.sizes(batch)) or not worthwhile():
+            return
+        if (kind := (batch.whole, batch.cut)) in self._known:
             return
         self._known.add(kind)
         weights = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), served)
