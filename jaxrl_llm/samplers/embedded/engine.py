@@ -81,7 +81,7 @@ class Engine:
 
     def __post_init__(self) -> None:
         self._weights = Weights(policy=self.policy, serve=self.serve, shelf=self.shelf)
-        self._smaller = Smaller(self.policy, self.shrink, self.cache, self.record)
+        self._smaller = Smaller(self.policy, self.shrink, self.cache, self.record) if self.shrink else None
         self._waiting: deque[Prefix] = deque()
         self._requests: set[Request] = set()
         self._task: asyncio.Task | None = None
@@ -298,10 +298,11 @@ class Engine:
                 self._counters.again += sum(request.conversation.known for request, _ in block if request.conversation)
             else:
                 break
-        if (fewer := self._fewer(batch)) < batch.capacity.slots:
-            self._smaller.wait()
-            batch.resize(fewer)
-        self._smaller.begin(batch, self._weights.served, self.decode_chunk)
+        if self._smaller is not None:
+            if (fewer := self._fewer(batch)) < batch.capacity.slots:
+                self._smaller.wait()
+                batch.resize(fewer)
+            self._smaller.begin(batch, self._weights.served, self.decode_chunk)
         batch.secure(self.decode_chunk)
         return batch.step(self._weights.served, self.decode_chunk)
 
@@ -314,7 +315,9 @@ class Engine:
 
     def _fewer(self, batch: SlotBatch, steps: int = 0) -> int:
         """Returns the number of slots to which the last sequences, those with more than `steps` tokens to draw, move."""
-        return batch.capacity.slots if self._waiting else self._smaller.slots(batch, steps, self._free)
+        if self._smaller is None or self._waiting:
+            return batch.capacity.slots
+        return self._smaller.slots(batch, steps, self._free)
 
     def _grown(self, batch: SlotBatch) -> None:
         """Restores the slots of a batch that has shrunk where requests wait."""

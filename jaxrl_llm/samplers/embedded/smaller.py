@@ -19,7 +19,7 @@ class Smaller:
     """Where a batch shrinks to, and programs for that, which are compiled for each batch of new shapes."""
 
     def __init__(self, policy: Policy, factor: int, dtype: str | None, record: bool) -> None:
-        """Batches shrink by `factor`, or not where it is 0; `dtype` is the cache's, or None for the policy's; with `record` a step records experts."""
+        """Batches shrink by `factor`; `dtype` is the cache's, or None for the policy's; with `record` a step records experts."""
         self.policy, self.factor, self._dtype, self._record = policy, factor, dtype, record
         self._known = set[tuple[Capacity, bool]]()
         self._work: Background | None = None
@@ -29,7 +29,7 @@ class Smaller:
         shards, slots, found = self.policy.partitioner.batch_shards, batch.capacity.slots, list[int]()
         if batch.pages is not None and shards > 1:
             return []
-        while self.factor and slots % (self.factor * shards) == 0 and slots // self.factor >= FEWEST * shards:
+        while slots % (self.factor * shards) == 0 and slots // self.factor >= FEWEST * shards:
             slots //= self.factor
             found.append(slots)
         return found
