@@ -6,12 +6,13 @@ Only this module imports gin, inside a function: other code is plain Python.
 import argparse
 import functools
 import logging
+import os
 import re
 import sys
 import tokenize
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import click
 
@@ -83,6 +84,17 @@ def told(main: Callable[Given, Found]) -> Callable[Given, Found | int]:
             return 1
 
     return run
+
+
+def leave(code: int) -> NoReturn:
+    """Ends the process; at once where programs are still being compiled in the background, for which nobody waits any longer."""
+    ahead = sys.modules.get("jaxrl_llm.distributed.ahead")
+    if ahead is not None and ahead.busy():
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(code)  # an exit would join the compiler's threads
+    sys.exit(code)
 
 
 def ended(main: Callable[[], object]) -> None:

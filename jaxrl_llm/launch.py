@@ -219,4 +219,4 @@ def main(argv: Sequence[str] | None = None, *, alone: bool = False) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command_line.leave(main())

@@ -4,9 +4,12 @@ XLA compiles a program mostly in one thread, and the calls that need several com
 `Lowered.compile` made, and a call of the same function for the same shapes and shardings finds it.
 """
 
+import concurrent.futures
 import logging
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from weakref import WeakSet
 
 import jax
 
@@ -14,6 +17,9 @@ from jaxrl_llm.distributed.memory import half_free
 from jaxrl_llm.distributed.xla_flags import cores
 
 _log = logging.getLogger(__name__)
+THREADS = "ahead"  # what the names of threads in the background begin with
+WAITED = "/jaxrl_llm/ahead/waited"  # name of the event that JAX's listeners get for each wait
+_begun: WeakSet[Future[int]] = WeakSet()
 CORES = 8  # cores of this process; with fewer, the compiler's own threads take all of them for one program
 
 
@@ -23,11 +29,11 @@ def worthwhile() -> bool:
     return jax.process_count() == 1 and cores() >= CORES
 
 
-def compiled(programs: Iterable[jax.stages.Lowered]) -> int:
-    """Compiles programs side by side, and returns their number."""
+def compiled(programs: Iterable[jax.stages.Lowered], threads: str = "") -> int:
+    """Compiles programs side by side, in threads whose names begin with `threads`, and returns their number."""
     several = list(programs)
-    with ThreadPoolExecutor(max(len(several), 1)) as threads:
-        return len(list(threads.map(lambda program: program.compile(), several)))
+    with ThreadPoolExecutor(max(min(len(several), cores()), 1), threads) as pool:
+        return len(list(pool.map(lambda program: program.compile(), several)))
 
 
 class Background:
@@ -37,14 +43,24 @@ class Background:
     """
 
     def __init__(self, programs: Callable[[], Iterable[jax.stages.Lowered]]) -> None:
-        thread = ThreadPoolExecutor(1)
-        self._work: Future[int] = thread.submit(lambda: compiled(programs()) if half_free() else 0)
-        thread.shutdown(wait=False)
+        pool = ThreadPoolExecutor(1, THREADS)
+        self._work: Future[int] = pool.submit(lambda: compiled(programs(), THREADS) if half_free() else 0)
+        _begun.add(self._work)
+        pool.shutdown(wait=False)
 
     def wait(self) -> int:
         """Returns the number of programs; what could not be compiled is said at the first call, and left to those that run it."""
+        if not self._work.done():
+            begin = time.perf_counter()
+            concurrent.futures.wait([self._work])
+            jax.monitoring.record_event_duration_secs(WAITED, time.perf_counter() - begin)
         if error := self._work.exception():
             _log.warning("programs are compiled when they are called, since that failed ahead of it: %r", error)
             self._work = Future()
             self._work.set_result(0)
         return self._work.result()
+
+
+def busy() -> bool:
+    """Returns whether anything is still being compiled in the background."""
+    return any(not work.done() for work in _begun)

@@ -6,7 +6,6 @@ Each verb calls the function behind `python -m jaxrl_llm.launch` or `python -m j
 """
 
 import importlib
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -91,7 +90,7 @@ def _ended(work: Callable[[], Any]) -> None:
     """Runs a verb's work, and exits with its exit code, or with 1 and one line for an error that the user can mend."""
     from jaxrl_llm import command_line
 
-    sys.exit(command_line.told(work)() or 0)
+    command_line.leave(command_line.told(work)() or 0)
 
 
 def _launched(

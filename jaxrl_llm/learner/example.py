@@ -62,12 +62,16 @@ def abstract(batch: MicroBatch, partitioner: Partitioner) -> MicroBatch:
 def foreseen(stage: Any) -> int:
     """Returns the number of micro-batches that a minibatch will have: 1, or 2 for several; 0 where only its samples decide it.
 
-    Several are foreseen where sequences of 1 / SHORT of their greatest length, on average, would need them too.
+    Several are foreseen where sequences of 1 / SHORT of their greatest length, on average, would need them too. Nothing is where a rollout
+    may have several branches, where pairs are made of samples, and, of several, where sequences are left out.
     """
-    wanted, rows = rows_wanted(stage), stage.packing.rows
-    if wanted <= rows and not stage.packing.tail:
+    packing, each = stage.packing, stage.sequences / stage.minibatches
+    if stage.plays or stage.pairing is not None:
+        return 0
+    if rows_wanted(stage) <= packing.rows and not packing.tail:
         return 1
-    return 2 if wanted > SHORT * rows else 0
+    least = max(each * longest(stage) / (SHORT * packing.row_tokens), each / packing.sequences_per_row)
+    return 2 if least > packing.rows and not stage.skip_silent else 0
 
 
 def summed(stage: Any) -> bool:
@@ -77,7 +81,7 @@ def summed(stage: Any) -> bool:
 
 def rows_wanted(stage: Any) -> int:
     """Returns the rows that hold a minibatch whose sequences all have their greatest length."""
-    each = max(stage.packing.row_tokens // longest(stage), 1)
+    each = min(max(stage.packing.row_tokens // longest(stage), 1), stage.packing.sequences_per_row)
     return math.ceil(stage.sequences / stage.minibatches / each)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 
 from jaxrl_llm import command_line
+from jaxrl_llm.distributed import ahead
 
 EVENT = "/jax/core/compile/backend_compile_duration"  # JAX's name of the compilation of one program
 # Numbers and launch suffixes in which copies of one kernel differ.
@@ -96,11 +97,13 @@ class Compilations:
         jax.monitoring.register_event_duration_secs_listener(self._listen)
 
     def _listen(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
-        if event == EVENT:
+        beside = threading.current_thread().name.startswith(ahead.THREADS)  # what is waited for is an event of its own
+        if event in (EVENT, ahead.WAITED):
             end = time.perf_counter()
             with self._lock:
-                self._made += 1
-                self._spans.append((end - duration_secs, end))
+                self._made += event == EVENT
+                if not beside:
+                    self._spans.append((end - duration_secs, end))
 
     def take(self) -> int:
         """Returns the number of programs compiled since the last call."""
@@ -108,7 +111,8 @@ class Compilations:
         return new
 
     def spent(self) -> float:
-        """Returns the seconds since the last call in which programs were compiled, or compiled ones read; those of several at a time count once."""
+        """Returns the seconds since the last call in which programs were compiled, or compiled ones read; those of several at a time count once,
+        and of those in the background (distributed/ahead.py) the ones in which they were waited for."""
         with self._lock:
             spans, self._spans = self._spans, []
         seconds, until = 0.0, -math.inf

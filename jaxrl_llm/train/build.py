@@ -123,10 +123,9 @@ def open_stage(config: Stage, trainer: Any, number: int) -> StageTrainer:
 def compiling(stage: StageTrainer, step: int) -> ahead.Background | None:
     """Begins to compile what the stage's learner runs first, in `step`; None where that is not worthwhile, or only the samples decide what it is."""
     config, learner = stage.config, stage.learner
-    replays = (
-        learner.policy.architecture.experts is not None and config.router.replay != "off"
-    )  # with shapes of their own
-    count = example.foreseen(config) if config.samples and config.schedule is None and not replays else 0
+    known = config.samples and config.schedule is None and step <= stage.offset + config.steps
+    known &= learner.policy.architecture.experts is None  # those that are recorded have shapes of their own
+    count = example.foreseen(config) if known else 0
     if not count or not ahead.worthwhile():
         return None
     programs = partial(

@@ -12,6 +12,7 @@ from sampler_cases import built, sample
 from jaxrl_llm.distributed import ahead
 from jaxrl_llm.experience import SamplingParams
 from jaxrl_llm.metrics.profiling import EVENT
+from jaxrl_llm.protocols import Conversation
 from jaxrl_llm.samplers.embedded import engine as engine_module
 from jaxrl_llm.samplers.embedded import room, smaller
 from jaxrl_llm.samplers.embedded.sampler import EmbeddedSampler
@@ -123,3 +124,33 @@ def test_steps_of_fewer_slots_are_compiled_beside_those_of_all(prefixes, monkeyp
     assert sorted(compiled) == [False, False, True], "8 and 2 slots, and 32"
     for a, b in zip(found, whole, strict=True):
         assert a.tokens.tolist() == b.tokens.tolist() and a.logprobs.tolist() == b.logprobs.tolist()
+
+
+def test_a_batch_waits_for_its_own_smaller_batches_and_conversations_have_none(tiny, prefixes, monkeypatch):
+    begun = []
+
+    class Stub:
+        def __init__(self, programs):
+            begun.append(self)
+            self.waited = 0
+
+        def wait(self):
+            self.waited += 1
+
+    monkeypatch.setattr(smaller, "worthwhile", lambda: True)
+    monkeypatch.setattr(smaller, "Background", Stub)
+
+    async def run(engine):
+        talk = Conversation(id="a", length=32, at_once=32)
+        assert [len(group) async for _, group in engine.sample(prefixes[:1], 1, SHORT, [0], conversation=talk)] == [1]
+        engine.forget("a")
+        assert not begun
+        await sample(engine, prefixes[:2], 8, LONG)  # never shrinks: all end together
+        await sample(engine, prefixes, 3, replace(LONG, temperature=0.5))
+        return None
+
+    serving(tiny, run, shrink=4)
+    assert begun and all(work.waited == 0 for work in begun)
+    begun.clear()
+    serving(tiny, mixed(prefixes), shrink=4)
+    assert [work.waited for work in begun] == [1]

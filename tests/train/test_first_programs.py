@@ -1,9 +1,13 @@
 """What a run's first step runs is compiled while the run evaluates and samples, from shapes alone: the step then compiles none of it."""
 
 import json
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -15,7 +19,9 @@ import tiny_run
 from jaxrl_llm import command_line
 from jaxrl_llm.distributed import ahead, memory
 from jaxrl_llm.learner import example
-from jaxrl_llm.metrics.profiling import EVENT
+from jaxrl_llm.learner.packing import Packing
+from jaxrl_llm.metrics.profiling import EVENT, Compilations
+from jaxrl_llm.rollouts.pairs import BestAgainstWorst
 
 LEARNERS = ("score)", "accumulate)", "_applied)", "whole)", "only)")
 TAIL = {
@@ -67,7 +73,7 @@ def slow(*names: str) -> list[Any]:
     "gin_file",
     [
         "algorithms/grpo",
-        *slow(*(f"algorithms/{n}" for n in ("ppo", "gspo", "dapo", "cispo", "clip_cov", "dppo_kl", "online_dpo")), "adapters/lora"),
+        *slow(*(f"algorithms/{n}" for n in ("ppo", "gspo", "dapo", "cispo", "clip_cov", "dppo_kl")), "adapters/lora"),
     ],
 )  # fmt: skip
 def test_the_first_step_compiles_none_of_its_programs(gin_file: str, shape: dict[str, Any], tmp_path: Path) -> None:
@@ -122,3 +128,73 @@ def test_programs_are_compiled_once_and_waiting_again_costs_nothing() -> None:
     compiled.clear()
     assert [np.asarray(double(np.ones(n, np.float32))).sum() for n in (3, 5)] == [6.0, 10.0]
     assert compiled == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "packing", "expected"),
+    [
+        ({}, {"rows": 8}, 1),  # 8 sequences of up to 12 tokens, a row for each
+        ({}, {"rows": 8, "tail": 4}, 0),
+        ({}, {"rows": 1}, 2),  # 96 tokens, a quarter of them at least, for a row of 16
+        ({}, {"rows": 2}, 0),
+        ({"skip_silent": True}, {"rows": 1}, 0),
+        ({"skip_silent": True}, {"rows": 8}, 1),
+        ({"pairing": BestAgainstWorst()}, {"rows": 8}, 0),
+        ({}, {"rows": 8, "row_tokens": 64}, 1),
+        ({}, {"rows": 2, "row_tokens": 256, "sequences_per_row": 2}, 2),  # four rows, however short they are
+    ],
+)
+def test_what_a_minibatch_takes_is_foreseen_where_it_is_certain(
+    changes: dict[str, Any], packing: dict[str, Any], expected: int
+) -> None:
+    given = {
+        "sequences": 16,
+        "minibatches": 2,
+        "max_prompt_tokens": 5,
+        "response_tokens": 8,
+        "plays": False,
+        "pairing": None,
+        "skip_silent": False,
+    }
+    stage = SimpleNamespace(packing=Packing(**{"row_tokens": 16} | packing), **given | changes)
+    assert example.foreseen(stage) == expected
+
+
+def test_seconds_of_compilation_are_those_that_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted, gate = Compilations(), threading.Event()
+
+    def late() -> list[Any]:
+        gate.wait(10)
+        return [jax.jit(lambda x: x * 3 + 1).lower(jax.ShapeDtypeStruct((7,), np.float32))]
+
+    counted.spent(), counted.take()
+    work = ahead.Background(late)
+    threading.Timer(0.5, gate.set).start()
+    assert work.wait() == 1 and not ahead.busy()
+    assert counted.take() == 1
+    assert 0.4 < counted.spent() < 5
+    free = ahead.Background(lambda: [jax.jit(lambda x: x * 5 + 1).lower(jax.ShapeDtypeStruct((7,), np.float32))])
+    while ahead.busy():
+        time.sleep(0.01)
+    assert free.wait() == 1 and counted.take() == 1 and counted.spent() == 0
+
+
+def test_a_process_leaves_while_programs_are_compiled() -> None:
+    program = """
+import time
+from jaxrl_llm import command_line
+from jaxrl_llm.distributed import ahead
+ahead.Background(lambda: time.sleep(60) or [])
+print("said")
+command_line.leave(75)
+"""
+    begin = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tiny_run.ROOT,
+        capture_output=True,
+        text=True,
+        timeout=50,
+        env=tiny_run.environment(),
+    )
+    assert (done.returncode, done.stdout) == (75, "said\n") and time.monotonic() - begin < 40

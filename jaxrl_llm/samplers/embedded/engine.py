@@ -300,7 +300,7 @@ class Engine:
                 break
         if self._smaller is not None:
             if (fewer := self._fewer(batch)) < batch.capacity.slots:
-                self._smaller.wait()
+                self._smaller.wait(batch)
                 batch.resize(fewer)
             self._smaller.begin(batch, self._weights.served, self.decode_chunk)
         batch.secure(self.decode_chunk)

@@ -21,8 +21,9 @@ class Smaller:
     def __init__(self, policy: Policy, factor: int, dtype: str | None, record: bool) -> None:
         """Batches shrink by `factor`; `dtype` is the cache's, or None for the policy's; with `record` a step records experts."""
         self.policy, self.factor, self._dtype, self._record = policy, factor, dtype, record
-        self._known = set[tuple[Capacity, bool]]()
-        self._work: Background | None = None
+        self._work = dict[
+            tuple[Capacity, bool], Background
+        ]()  # by the whole batch, and whether it draws from parts of distributions
 
     def sizes(self, batch: SlotBatch) -> list[int]:
         """Returns the numbers of slots to which a batch may shrink, step by step, the largest first."""
@@ -42,21 +43,25 @@ class Smaller:
         return fewer if fits_beside(self.policy, batch.capacity, fewer, free, self._dtype) else now
 
     def begin(self, batch: SlotBatch, served: decode.Served, steps: int) -> None:
-        """Begins to compile chunks of `steps` steps of the smaller batches, where this one is whole and new; returns at once."""
-        if batch.capacity != batch.whole or not (smaller := self.sizes(batch)) or not worthwhile():
+        """Begins to compile chunks of `steps` steps of the smaller batches, where this one is whole, new and may shrink; returns at once."""
+        if (
+            batch.capacity != batch.whole
+            or batch.left() is None
+            or not (smaller := self.sizes(batch))
+            or not worthwhile()
+        ):
             return
-        if (kind := (batch.whole, batch.cut)) in self._known:
+        if (kind := (batch.whole, batch.cut)) in self._work:
             return
-        self._known.add(kind)
         weights = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), served)
         shapes = [self._shapes(replace(batch.whole, slots=slots), batch.seen) for slots in smaller]
         how = {"policy": self.policy, "steps": steps, "cut": batch.cut, "record": self._record}
-        self._work = Background(lambda: [decode.decode.lower(weights, *each, **how) for each in shapes])
+        self._work[kind] = Background(lambda: [decode.decode.lower(weights, *each, **how) for each in shapes])
 
-    def wait(self) -> None:
-        """Waits until what was begun is compiled."""
-        if self._work is not None:
-            self._work.wait()
+    def wait(self, batch: SlotBatch) -> None:
+        """Waits until what was begun for a batch is compiled."""
+        if work := self._work.get((batch.whole, batch.cut)):
+            work.wait()
 
     def _shapes(self, at: Capacity, seen: jax.Array) -> tuple[Any, ...]:
         """Returns the shapes of cache, table of seen tokens and slots, as `SlotBatch.step` gives them to `decode`."""
