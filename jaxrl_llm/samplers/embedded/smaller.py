@@ -40,22 +40,19 @@ class Smaller:
         meanwhile; `free` is what it has without them."""
         live, now = batch.left(steps), batch.capacity.slots
         fewer = min([size for size in self.sizes(batch) if size >= live], default=now) if live else now
-        return fewer if fits_beside(self.policy, batch.capacity, fewer, free, self._dtype) else now
+        return fewer if fewer < now and fits_beside(self.policy, batch.capacity, fewer, free, self._dtype) else now
 
     def begin(self, batch: SlotBatch, served: decode.Served, steps: int) -> None:
         """Begins to compile chunks of `steps` steps of the smaller batches, where this one is whole, new and may shrink; returns at once."""
-        if (
-            batch.capacity != batch.whole
-            or batch.left() is None
-            or not (smaller := self.sizes(batch))
-            or not worthwhile()
-        ):
+        if batch.capacity != batch.whole or not worthwhile():
             return
         if (kind := (batch.whole, batch.cut)) in self._work:
             return
+        if batch.left() is None or not (smaller := self.sizes(batch)):
+            return
         weights = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), served)
         shapes = [self._shapes(replace(batch.whole, slots=slots), batch.seen) for slots in smaller]
-        how = {"policy": self.policy, "steps": steps, "cut": batch.cut, "record": self._record}
+        how = {"policy": self.policy, "steps": steps, "cut": kind[1], "record": self._record}
         self._work[kind] = Background(lambda: [decode.decode.lower(weights, *each, **how) for each in shapes])
 
     def wait(self, batch: SlotBatch) -> None:
