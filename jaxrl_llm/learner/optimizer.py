@@ -51,6 +51,8 @@ class Optimizer:
       learning_rate: peak learning rate.
       warmup_steps: updates over which the rate rises linearly to the peak; the first of n takes 1/n of it.
       schedule: "constant", "linear" or "cosine" decay after the warm-up.
+      stable: share of the updates after the warm-up that take the peak before the decay (warm-up, stable, decay:
+        https://arxiv.org/abs/2404.06395, section 4).
       final_fraction: share of the peak that the decay ends at.
       b1: decay of the first moment.
       b2: decay of the second moment.
@@ -74,6 +76,7 @@ class Optimizer:
     learning_rate: float = 1e-6
     warmup_steps: int = 0
     schedule: Literal["constant", "linear", "cosine"] = "constant"
+    stable: float = 0.0
     final_fraction: float = 0.0
     b1: float = 0.9
     b2: float = 0.95
@@ -90,6 +93,9 @@ class Optimizer:
 
     def __post_init__(self) -> None:
         components.at_least(self, 0, "learning_rate", "max_grad_norm", "warmup_steps", "slow_above", "slow_factor")
+        components.within(self, "[0, 1]", "stable")
+        if self.stable and self.schedule == "constant":
+            components.refuse(self, "stable", "0 with the constant schedule, which never decays")
         if self.slow_above is not None and self.offload:
             components.refuse(
                 self, "slow_above", "None with train.Optimizer.offload, which updates parts of layers on their own"
@@ -109,7 +115,8 @@ class Optimizer:
 
     def rate(self, updates: int) -> optax.Schedule:
         """Returns the learning rate by update, for a run of `updates` updates."""
-        decay = max(updates - self.warmup_steps, 1)
+        hold = round(self.stable * max(updates - self.warmup_steps, 0))
+        decay = max(updates - self.warmup_steps - hold, 1)
         after = {
             "constant": optax.constant_schedule(self.learning_rate),
             "linear": optax.linear_schedule(self.learning_rate, self.learning_rate * self.final_fraction, decay),
@@ -119,6 +126,8 @@ class Optimizer:
         }[self.schedule]
         # The first update of a warm-up of n takes 1/n of the peak: a rate of 0 would waste it.
         warmup = lambda step: self.learning_rate * (step + 1) / self.warmup_steps  # noqa: E731
+        if hold:
+            after = optax.join_schedules([optax.constant_schedule(self.learning_rate), after], [hold])
         return optax.join_schedules([warmup, after], [self.warmup_steps]) if self.warmup_steps else after
 
     def transform(self, updates: int) -> optax.GradientTransformation:

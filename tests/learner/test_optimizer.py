@@ -26,10 +26,13 @@ DECAYED = {
 
 @pytest.mark.parametrize("schedule", DECAYED)
 @pytest.mark.parametrize("warmup", [0, 1, 5])
-def test_the_rate_rises_linearly_and_then_decays(schedule, warmup):
-    rate = Optimizer(learning_rate=PEAK, schedule=schedule, final_fraction=FINAL, warmup_steps=warmup).rate(UPDATES)
-    for step in range(UPDATES + 3):
-        done = min(max(step - warmup, 0) / (UPDATES - warmup), 1.0)
+@pytest.mark.parametrize("stable", [0.0, 0.4, 1.0])
+def test_the_rate_rises_linearly_stays_and_then_decays(schedule, warmup, stable):
+    stable = 0.0 if schedule == "constant" else stable
+    config = Optimizer(learning_rate=PEAK, schedule=schedule, final_fraction=FINAL, warmup_steps=warmup, stable=stable)
+    rate, end = config.rate(UPDATES), warmup + round(stable * (UPDATES - warmup))
+    for step in range(UPDATES + (3 if stable < 1 else 0)):
+        done = min(max(step - end, 0) / max(UPDATES - end, 1), 1.0)
         want = PEAK * (step + 1) / warmup if step < warmup else DECAYED[schedule](done)
         np.testing.assert_allclose(rate(jnp.int32(step)), want, rtol=1e-6)
 
@@ -38,6 +41,12 @@ def test_a_rate_of_zero_stays_zero_and_a_run_within_its_warm_up_never_decays():
     assert float(Optimizer(learning_rate=0.0, schedule="cosine").rate(5)(jnp.int32(2))) == 0.0
     short = Optimizer(learning_rate=1.0, schedule="linear", warmup_steps=10).rate(4)
     np.testing.assert_allclose([short(jnp.int32(s)) for s in range(4)], [0.1, 0.2, 0.3, 0.4], rtol=1e-6)
+    with pytest.raises(ValueError, match=r"train.Optimizer.stable must be in \[0, 1\] \(got 1.5\)"):
+        Optimizer(schedule="linear", stable=1.5)
+    with pytest.raises(
+        ValueError, match=r"stable must be 0 with the constant schedule, which never decays \(got 0.5\)"
+    ):
+        Optimizer(stable=0.5)
 
 
 def test_three_steps_are_those_of_adamw():
