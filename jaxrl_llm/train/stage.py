@@ -58,7 +58,7 @@ class Stage:
       settings: sampling settings of training samples, which must be drawn from the plain tempered softmax.
       reward: scores the rollouts; it may be None where `environment` or `agent` gives rewards.
       filter: which groups are learned from; None keeps all.
-      curriculum: draws prompts that were all right lately less often; None draws all alike.
+      curriculum: draws prompts that were all right, or all wrong, lately less often; None draws all alike.
       pairing: prefers and rejects samples of a prompt, for a loss of preferences that learns from samples; None for other algorithms.
       environment: answers the policy between turns; None for a single turn.
       agent: a program that owns its loop and reaches the policy by a gateway; None for a single turn.
