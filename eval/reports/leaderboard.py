@@ -115,8 +115,9 @@ def one(folder: Path, evaluation: str) -> dict[str, Any]:
     }
     if cut := {n: v for n, v in limits.items() if v != "None"}:
         raise Incomplete(f"{folder} was evaluated on a part of the problems ({cut}): set EVALUATION_LIMIT = None")
-    inside = [line.get("time/step_s", 0.0) - line.get("time/evaluate_s", 0.0) for line in lines[1:]]
-    _check_end(folder, steps[-1], sum(inside), settings)
+    whole = [line.get("time/step_s", 0.0) for line in lines[1:]]
+    inside = [seconds - line.get("time/evaluate_s", 0.0) for seconds, line in zip(whole, lines[1:], strict=True)]
+    _check_end(folder, steps[-1], sum(whole), settings)
     compiled = sum(line["time/compile_s"] for line in lines[1:])
     return {
         "seed": facts["seed"], "commit": facts["commit"], "jax": facts["jax"],
@@ -151,7 +152,7 @@ def _check(folder: Path, steps: Sequence[int], settings: Mapping[str, str], told
 
 
 def _check_end(folder: Path, step: int, seconds: float, settings: Mapping[str, str]) -> None:
-    """Raises Incomplete where a run ended before its steps and its time were over."""
+    """Raises Incomplete where a run ended before its steps and its time, in which its evaluations count, were over."""
     wanted = sum(int(v) for n, v in settings.items() if re.fullmatch(r"stages\[[^]]+\]\.steps", n))
     limit = settings.get("stop_after_s", "None")
     if step < wanted and (limit == "None" or seconds < float(limit)):

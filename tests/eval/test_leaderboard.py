@@ -76,8 +76,8 @@ WITHOUT = {k: v for k, v in lines()[3].items() if k != "eval/heldout/greedy"}
         ({"lines": [*lines()[:3], WITHOUT]}, "no eval/heldout/greedy after the last step"),
         ({"lines": some(line0={"step": 0})}, "no eval/heldout/greedy before the first step"),
         ({"told": [*BEGUN, "stage rl goes on after step 2"]}, r"was resumed \(stages went on after steps \[0, 2\]\)"),
-        ({"settings": {"stages[rl].steps": "9"}}, r"ended after step 3 of 9 and 120 s \(.*None\): it was stopped"),
-        ({"settings": {"stages[rl].steps": "9", "stop_after_s": "121"}}, "it was stopped"),
+        ({"settings": {"stages[rl].steps": "9"}}, r"ended after step 3 of 9 and 125 s \(.*None\): it was stopped"),
+        ({"settings": {"stages[rl].steps": "9", "stop_after_s": "126"}}, "it was stopped"),
         ({"settings": {"stages[rl].evaluations[heldout].limit": "64"}}, "on a part of the problems .*EVALUATION_LIMIT"),
         ({"settings": {"stages[rl].evaluations[heldout].data.limit": "64"}}, "on a part of the problems"),
         ({"facts": {"commit": "abc1234+changes"}}, "of no commit"),
@@ -89,8 +89,8 @@ def test_a_run_that_was_not_whole_is_no_row(tmp_path, changes, why):
         leaderboard.row([run(tmp_path, **changes)])
 
 
-def test_a_run_that_its_time_ended_is_whole(tmp_path):
-    whole = run(tmp_path, settings={"stages[rl].steps": "9", "stop_after_s": "119"})
+def test_a_run_that_its_time_ended_evaluations_included_is_whole(tmp_path):
+    whole = run(tmp_path, settings={"stages[rl].steps": "9", "stop_after_s": "124"})
     assert leaderboard.row([whole])["steps"] == [3]
 
 
