@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -167,6 +168,10 @@ class Partitioner:
     @property
     def replicated(self) -> NamedSharding:
         return NamedSharding(self.mesh, PartitionSpec())
+
+    def here(self) -> AbstractContextManager[Any]:
+        """Returns a context in which programs without arguments run on the mesh's device, where it is one; those of larger meshes are told by `constrain`."""
+        return jax.default_device(self.mesh.devices.flat[0]) if self.mesh.size == 1 else nullcontext()
 
     def constrain(self, x: jax.Array, axes: Axes) -> jax.Array:
         """Returns `x` with its sharding fixed inside jit; does nothing on one device."""

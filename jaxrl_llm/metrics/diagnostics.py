@@ -1,10 +1,9 @@
 """Diagnostics of a step's rollouts, computed on the host: rewards, lengths, and the log-prob gap between sampler and learner."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxrl_llm.algorithms.correction import GAP_SIZES
@@ -158,7 +157,12 @@ def check_gap(metrics: Mapping[str, float], *, warn: float, stop: float) -> None
 
 
 def speed(
-    batch: Batch, architecture: Any, epochs: int, seconds: Mapping[str, float], layers: int | None = None
+    batch: Batch,
+    architecture: Any,
+    epochs: int,
+    seconds: Mapping[str, float],
+    devices: Sequence[Any],
+    layers: int | None = None,
 ) -> dict[str, float]:
     """Returns the tokens a second of the step without its evaluation, and the update's model FLOP/s, with MFU where the device's peak is known.
 
@@ -167,6 +171,7 @@ def speed(
       architecture: sizes of the policy.
       epochs: passes over the batch.
       seconds: {"step": whole step, "update": its updates, "evaluate": its evaluation}.
+      devices: those of the learner's mesh.
       layers: number of first layers that the updates ran; None for all.
     """
     working = max(seconds["step"] - seconds.get("evaluate", 0.0), 1e-9)
@@ -176,6 +181,6 @@ def speed(
         "speed/tokens_per_s": sum(lengths) / working,
         "speed/update_tflops": model_flops / max(seconds["update"], 1e-9) / 1e12,
     }
-    if (peak := flops.peak(jax.devices()[0].device_kind)) is not None:
-        values["speed/mfu"] = flops.mfu(model_flops, seconds["update"], jax.device_count(), peak)
+    if (peak := flops.peak(devices[0].device_kind)) is not None:
+        values["speed/mfu"] = flops.mfu(model_flops, seconds["update"], len(devices), peak)
     return values

@@ -157,11 +157,10 @@ def check_disk(run_dir: Path) -> Iterator[Finding]:
 
 def check_run(files: Sequence[str], bindings: Sequence[str]) -> Iterator[Finding]:
     """Reports the kernels, dtypes, sampler and isolation of a run on this machine; fails where one is much too slow."""
-    from jaxrl_llm.distributed.mesh import Partitioner
     from jaxrl_llm.train.describe import describe
 
     run, _ = command_line.build(files, bindings)
-    for line in describe(run, run.policy.policy(Partitioner.create(run.mesh))):
+    for line in describe(run, run.policy.policy(run.partitioner())):
         name, _, found = line.partition(" ")
         yield Finding(status="OK", check=name, found=found.strip())
 

@@ -19,7 +19,6 @@ from typing import Any
 
 import jax
 
-from jaxrl_llm.distributed.mesh import Partitioner
 from jaxrl_llm.learner import example
 from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.learner.optimizer import rested
@@ -91,7 +90,7 @@ def named(name: str | None) -> Device:
 def beside(run: Run, stage: Stage, policy: Any) -> int:
     """Returns the bytes on a device beside a stage's state: the embedded sampler's copy of the weights, and one slot per shard of its cache."""
     sampler = run.sampler
-    if not (stage.samples and isinstance(sampler, EmbeddedSampler)):
+    if not (stage.samples and isinstance(sampler, EmbeddedSampler)) or sampler.devices:
         return 0
     slots = Capacity(slots=policy.partitioner.batch_shards, length=run.max_length, stop_ids=0, penalised=False)
     return memory.copy(policy, sampler, stage) + taken_bytes(policy.plain, slots, sampler.cache)
@@ -196,7 +195,7 @@ def room(run: Run, policy: Any, device: Device) -> float:
 
 def choose(run: Run, device: Device) -> Choice | None:
     """Chooses settings for a run on a device; returns None where none of those tried fits. Equal runs and devices give equal choices."""
-    policy = run.policy.policy(Partitioner.create(run.mesh))
+    policy = run.policy.policy(run.partitioner())
     most_bytes = room(run, policy, device)
     # Gradients in bfloat16 are refused of others.
     rounds = policy.compute_dtype == "bfloat16" and not isinstance(policy, AdaptedPolicy)
@@ -279,7 +278,7 @@ OTHERWISE = (
 
 
 def _too_small(run: Run, device: Device, takes: float | None = None) -> str:
-    policy = run.policy.policy(Partitioner.create(run.mesh))
+    policy = run.policy.policy(run.partitioner())
     held = max(sum(memory.state(s, policy).values()) + beside(run, s, policy) for s in run.stages)
     amount = f"about {takes / GIB:.1f} GiB" if takes else f"{held / GIB:.1f} GiB before any activation"
     return f"the run does not fit: it takes {amount} a device, and {device.name} has {device.bytes / GIB:.1f} GiB"
@@ -302,7 +301,7 @@ def verdict(run: Any, config: str, device: Device) -> Verdict | None:
     """Tests, before anything is compiled, whether a run fits a device; returns None where it does, or where it is not a training run."""
     if not isinstance(run, Run):
         return None
-    policy = run.policy.policy(Partitioner.create(run.mesh))
+    policy = run.policy.policy(run.partitioner())
     takes = needed(run, policy)
     if takes <= room(run, policy, device):
         return None
@@ -321,7 +320,7 @@ def bindings_of(run: Run, config: str) -> Sequence[str]:
     Raises:
       MemoryError: none of the settings fits.
     """
-    shards = Partitioner.create(run.mesh).batch_shards
+    shards = run.partitioner().batch_shards
     stages = [replace(s, packing=replace(s.packing, rows=shards)) for s in run.stages]  # a number in place of 'auto'
     chosen = list(fitted(replace(run, stages=stages), config, here()))[1:]
     file = Path(run.run_dir) / "config.gin"

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxrl_llm.distributed import hlo, topology
-from jaxrl_llm.distributed.mesh import Partitioner
 from jaxrl_llm.kernels import dispatch
 from jaxrl_llm.learner import example
 from jaxrl_llm.metrics import flops
@@ -92,7 +91,7 @@ def peaks(run: Any, target: Target | None = None) -> Iterator[str]:
     """
     if not isinstance(run, Run):
         return
-    policy = run.policy.policy(Partitioner.create(run.mesh, target.devices if target else None))
+    policy = run.policy.policy(run.partitioner(target.devices if target else None))
     try:
         for stage in run.stages:
             with dispatch.recording() as kernels:
@@ -120,14 +119,18 @@ def _phases(run: Run, stage: Stage, policy: Any, target: Target | None) -> tuple
     if stage.samples:
         accounts |= memory.of_learner(learner, batch, 0, bases)
         phases["score"] = accounts["score"].peak
-    weights = 0
+    weights, elsewhere = 0, dict[str, float]()  # on devices of the sampler's own
     if stage.samples and isinstance(run.sampler, EmbeddedSampler):
-        weights, accounts["decode"] = memory.of_sampling(policy, run.sampler, stage, run.max_length)
+        sampled = run.sampler.placed(policy, target.devices if target else None)
+        weights, accounts["decode"] = memory.of_sampling(sampled, run.sampler, stage, run.max_length)
         if target is not None:
-            accounts["prefill"] = memory.of_prefill(policy, run.sampler, stage, run.max_length)
+            accounts["prefill"] = memory.of_prefill(sampled, run.sampler, stage, run.max_length)
         state = memory.size([learner.abstract.params, memory.resting(learner), bases])
         own = memory.size(memory.served_shapes(policy, run.sampler))  # among the program's arguments
-        phases["sample"] = state + accounts["decode"].peak - own
+        if sampled is not policy:
+            weights, elsewhere = 0, {"sample": accounts["decode"].peak}
+        else:
+            phases["sample"] = state + accounts["decode"].peak - own
         if (
             policy is not policy.plain and not run.sampler.adapters
         ):  # the sum of base and adapters is served, or cast to the served dtype
@@ -141,7 +144,7 @@ def _phases(run: Run, stage: Stage, policy: Any, target: Target | None) -> tuple
         stage.teacher is not None and "teacher" in stage.algorithm.needs
     ):  # that of "teacher_divergence" is an argument of the update
         also += memory.size(stage.teacher.open(policy.partitioner).policy.abstract())
-    return accounts, {name: peak + also for name, peak in phases.items()}
+    return accounts, {name: peak + also for name, peak in phases.items()} | elsewhere
 
 
 def _work(run: Run, stage: Stage, policy: Policy) -> dict[str, tuple[float, int]]:

@@ -79,7 +79,7 @@ def open_stage(config: Stage, trainer: Any, number: int) -> StageTrainer:
     if config.max_staleness and not (config.plays or getattr(trainer.sampler, "overlaps", False)):
         raise ValueError(
             f"Stage.max_staleness={config.max_staleness} of stage {config.name!r} samples while the learner updates, which a sampler "
-            "on the learner's own devices cannot: include gin/samplers/vllm.gin, or set MAX_STALENESS = 0"
+            "on the learner's own devices cannot: set embedded.EmbeddedSampler.devices, include gin/samplers/vllm.gin, or set MAX_STALENESS = 0"
         )
     if trainer.policy.bitwise:
         check_bitwise(config, trainer.sampler)

@@ -269,7 +269,8 @@ def _sampling(sampler: Any) -> str:
     beside = ", adapters beside their base" if getattr(sampler, "adapters", False) else ""
     if isinstance(sampler, EmbeddedSampler):
         narrow = f", with matrices in {sampler.weights}" if sampler.weights else ""
-        return f"{name}, in this process and on its devices{beside}{narrow}"
+        where = f"on devices of its own ({sampler.devices})" if sampler.devices else "on its devices"
+        return f"{name}, in this process and {where}{beside}{narrow}"
     return f"{name}, by servers of their own{beside}"
 
 

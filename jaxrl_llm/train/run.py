@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from jaxrl_llm import components
 from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner
 from jaxrl_llm.distributed.preemption import STOPPED, Preemption
@@ -87,6 +89,16 @@ class Run:
         """The global steps after which the stages start; the last entry is the last step of the run."""
         return [sum(s.steps for s in self.stages[:i]) for i in range(len(self.stages) + 1)]
 
+    def partitioner(self, devices: Sequence[Any] | None = None) -> Partitioner:
+        """Returns the learner's mesh: `devices` (default: all of the run's), without those that the sampler has for itself.
+
+        Raises:
+          ValueError: train.MeshConfig does not fit them, or the sampler leaves none.
+        """
+        found = jax.devices() if devices is None else devices
+        left = getattr(self.sampler, "left", None)
+        return Partitioner.create(self.mesh, left(found) if left else found)
+
     def run(
         self,
         config: str = "",
@@ -118,7 +130,7 @@ class Run:
             return self._run(run_dir, config, preemption, beside)
 
     def _run(self, run_dir: Path, config: str, preemption: Preemption, beside: Sequence[WriterComponent]) -> int:
-        partitioner = Partitioner.create(self.mesh)
+        partitioner = self.partitioner()
         for stage in self.stages:
             stage.check_devices(partitioner.batch_shards)
         preemption.processes.share(run_dir)

@@ -231,7 +231,7 @@ class Trainer:
         seconds = self.progress.seconds
         metrics = {f"time/{name}_s": s for name, s in seconds.items()} | profiling.peak_memory()
         metrics |= diagnostics.speed(
-            result.batch, self.policy.architecture, stage.config.epochs, seconds, stage.layers
+            result.batch, self.policy.architecture, stage.config.epochs, seconds, list(self.partitioner.mesh.devices.flat), stage.layers,
         )  # fmt: skip
         metrics |= {**self.sampler.metrics(), **stage.loader.take(), "compilations": float(stage.compilations)}
         if isinstance(self.sampler, Steered):

@@ -150,11 +150,16 @@ class Chunk(NamedTuple):
     position: jax.Array | None = None
 
 
+def empty(*, policy: Policy, **shape: Any) -> tuple[Cache, Bool[Array, "S V"]]:
+    """Returns an empty cache, see `Policy.cache`, and the table of seen tokens, [slots, V], or [slots, 0] where no slot is penalised."""
+    with policy.partitioner.here():
+        return _empty(policy=policy, **shape)
+
+
 @partial(jax.jit, static_argnames=("policy", "slots", "length", "penalised", "dtype", "pages"))
-def empty(
+def _empty(
     *, policy: Policy, slots: int, length: int, penalised: bool, dtype: str | None = None, pages: int = 0
 ) -> tuple[Cache, Bool[Array, "S V"]]:
-    """Returns an empty cache, see `Policy.cache`, and the table of seen tokens, [slots, V], or [slots, 0] where no slot is penalised."""
     vocabulary = policy.architecture.vocabulary_size if penalised else 0
     seen = policy.partitioner.constrain(jnp.zeros((slots, vocabulary), bool), ("batch", "vocabulary"))
     return policy.constrained(policy.cache(slots, length, dtype, pages)), seen

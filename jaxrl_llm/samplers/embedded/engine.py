@@ -1,8 +1,8 @@
-"""The running embedded sampler: prompts are prefilled and responses decoded in JAX, in the learner's process and mesh.
+"""The running embedded sampler: prompts are prefilled and responses decoded in JAX, in the learner's process, on its mesh
+or on devices of the sampler's own.
 
-One task serves all calls of `sample`, a chunk of decode steps at a time. Programs are started from the event loop's thread, so that
-all programs of a process start in one order on every device; only the wait for a chunk runs in a thread, and rewards of finished
-groups run meanwhile.
+One task serves all calls of `sample`, a chunk of decode steps at a time. Its programs are started from the event loop's thread, in one
+order on every device; only the wait for a chunk runs in a thread, and rewards of finished groups run meanwhile.
 """
 
 import asyncio
@@ -20,6 +20,7 @@ from jaxrl_llm.experience import Completion, SamplingParams
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.protocols import Conversation, Params
 from jaxrl_llm.samplers.embedded.decode import Chunk, Prefix, bytes_of, finished
+from jaxrl_llm.samplers.embedded.own_devices import unpadded
 from jaxrl_llm.samplers.embedded.room import Capacity, Counters, announce, fitting, free_bytes
 from jaxrl_llm.samplers.embedded.shelf import Shelf
 from jaxrl_llm.samplers.embedded.slots import SlotBatch
@@ -56,6 +57,7 @@ class Engine:
       page: entries of a page of the cache; 0 where each slot has its own room for the longest sequence.
       adapted: whether it gets adapters beside their base instead of their sum.
       shelf: the further sets of adapters that may be loaded beside the published one.
+      overlaps: whether its devices are its own, so that it samples while the learner computes.
       version: the policy version it serves; -1 before the first publication.
     """
 
@@ -73,6 +75,7 @@ class Engine:
     page: int = 0
     adapted: bool = False
     shelf: Shelf = field(default_factory=Shelf)
+    overlaps: bool = False
     version: int = field(default=-1, init=False)
 
     everywhere = True  # all processes of a run call it alike, and decode together
@@ -142,7 +145,7 @@ class Engine:
         Raises:
           ValueError: where `params` are not those of the policy; the version before stays served.
         """
-        self._weights.publish(params)
+        self._weights.publish(unpadded(self.policy, params) if self.overlaps else params)
         self._parted()
         self.version = version
 
@@ -176,9 +179,10 @@ class Engine:
         self._parted(conversation)
 
     def retire(self) -> None:
-        """Frees the served weights before the next ones are made; nothing is sampled until those are published."""
-        self._weights.free()
-        self._parted()
+        """Frees the served weights, unless on devices of its own, before the next are made; nothing is sampled until those are published."""
+        if not self.overlaps:
+            self._weights.free()
+            self._parted()
 
     async def close(self) -> None:
         """Ends all requests, whose callers get a RuntimeError, and frees the weights."""

@@ -1,5 +1,6 @@
 """The embedded sampler as a component."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ from jaxrl_llm.kernels.decode_attention import triton
 from jaxrl_llm.kernels.decode_attention.api import NARROW
 from jaxrl_llm.models.lora import AdaptedPolicy
 from jaxrl_llm.models.policy import Policy
+from jaxrl_llm.samplers.embedded import own_devices
 from jaxrl_llm.samplers.embedded.engine import Engine
 from jaxrl_llm.samplers.embedded.shelf import Shelf
 from jaxrl_llm.samplers.embedded.weights import served
@@ -30,7 +32,7 @@ def pages_allowed(policy: Policy, page: int) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddedSampler:
-    """The sampler on the learner's devices: a batch of slots that is refilled as sequences end; each prompt is prefilled once for all
+    """The sampler on the learner's devices, or on some of its own: a batch of slots that is refilled as sequences end; each prompt is prefilled once for all
     its samples.
 
     Shapes come in powers of two, so a run compiles few programs. The cache exists only while something is sampled, or a conversation
@@ -69,6 +71,11 @@ class EmbeddedSampler:
         whole pages. Where the pool is smaller than all slots could fill, the last sequences placed give theirs up when no page is free, and
         are prefilled again later: many slots then have room for few long responses. On NVIDIA GPUs a multiple of 64 that is a power of two,
         and not on TPUs. 0 gives each slot its own room for the longest sequence.
+      devices: number of devices of the sampler's own, the last of the process; the learner's mesh has the others. Each publication copies
+        the weights to them, and with MAX_STALENESS >= 1 they sample the next steps' batches while the learner computes. For runs of one
+        process. 0 samples on the learner's devices.
+      tensor: number of `devices` over which a replica of the model is split, as by train.MeshConfig.tensor; the slots are divided over the
+        replicas.
     """
 
     slots: int = 512
@@ -84,6 +91,8 @@ class EmbeddedSampler:
     loaded: int = 0
     weights: str | None = None
     page: int = 0
+    devices: int = 0
+    tensor: int = 1
 
     def __post_init__(self) -> None:
         components.one_of(self, (None, *NARROW), "cache")
@@ -102,9 +111,26 @@ class EmbeddedSampler:
         components.at_least(self, 0, "page")
         if self.page & (self.page - 1):
             components.refuse(self, "page", "a power of two, or 0")
-        components.at_least(self, 1, "slots", "decode_chunk", "prefill_tokens")
+        components.at_least(self, 1, "slots", "decode_chunk", "prefill_tokens", "tensor")
+        components.at_least(self, 0, "devices")
+        if self.devices % self.tensor or (self.tensor > 1 and not self.devices):
+            components.refuse(
+                self, "tensor", f"a divisor of embedded.EmbeddedSampler.devices = {self.devices}, and 1 without such"
+            )
         if self.shrink != 0:
             components.at_least(self, 2, "shrink")
+
+    def left(self, devices: Sequence[Any]) -> list[Any]:
+        """Returns the devices that are left to the learner's mesh.
+
+        Raises:
+          ValueError: none is left, or the sampler is to have devices of its own in a run of several processes.
+        """
+        return own_devices.left(devices, self.devices)
+
+    def placed(self, policy: Policy, devices: Sequence[Any] | None = None) -> Policy:
+        """Returns the policy on the sampler's own devices, of those that its mesh leaves out of `devices` (default: the process's), or itself."""
+        return own_devices.placed(policy, self.devices, self.tensor, devices)
 
     def start(self, policy: Policy, tokenizer: Any, *, max_length: int, run_dir: Path | None = None) -> Engine:
         """Returns the running sampler, without weights until the first `publish`; it writes nothing to `run_dir`.
@@ -119,6 +145,7 @@ class EmbeddedSampler:
             raise ValueError(
                 f"max_length must be 2..{policy.architecture.max_positions} tokens, the most of the model (got {max_length}): lower PROMPT_LIMIT or RESPONSE_LIMIT, which it adds up"
             )
+        learners, policy = policy, self.placed(policy)
         plain = policy.plain
         for name in ("cache", "weights") if policy.bitwise else ():
             if (kind := getattr(self, name)) is not None:
@@ -133,5 +160,5 @@ class EmbeddedSampler:
             policy=plain, adapted=self.adapters and policy is not plain, shelf=shelf, serve=partial(served, plain, share=self.share_weights, gather=self.gather_weights, weights=self.weights), tokenizer=tokenizer, max_length=max_length, slots=self.slots,
             decode_chunk=self.decode_chunk, prefill_tokens=self.prefill_tokens, cache=self.cache,
             record=self.record_routes and policy.architecture.experts is not None, keep=self.keep_turns,
-            shrink=self.shrink, page=self.page,
+            shrink=self.shrink, page=self.page, overlaps=policy is not learners,
         )  # fmt: skip

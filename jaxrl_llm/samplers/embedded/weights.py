@@ -149,7 +149,12 @@ def served(policy: Policy, params: Params, *, share: bool, gather: bool, weights
 
     def leaf(path: tuple[Any, ...], axes: tuple, x: Any) -> Any:
         if weights is not None and (inputs := narrow.inputs_of(path, axes)):
-            return narrow.quantized(x, inputs, weights, partitioner.stored(axes, x.shape))
+            layout = partitioner.stored(axes, x.shape)
+            if isinstance(x, jax.Array) and x.sharding.device_set != layout.device_set:
+                x = jax.device_put(
+                    x, layout
+                )  # before it is rounded, so that its bits do not depend on where that is done
+            return narrow.quantized(x, inputs, weights, layout)
         if not isinstance(x, Adapted):
             return placed(path, axes, x)
         a, b = (placed(path, *one) for one in zip(adapter_axes(axes, x), (x.a, x.b)))

@@ -30,7 +30,7 @@ def plan(run: Run | Harness | EntropyFlow, devices: Sequence[Any] | None = None)
       ValueError: a setting cannot work; the message names the binding to change.
       OSError: a file is missing.
     """
-    partitioner = Partitioner.create(run.mesh, devices)
+    partitioner = run.partitioner(devices) if isinstance(run, Run) else Partitioner.create(run.mesh, devices)
     if isinstance(run, Harness):
         return "\n".join(_evaluation(run, partitioner))
     if isinstance(run, EntropyFlow):
