@@ -266,11 +266,10 @@ class Fleet:
             self._set_aside(server, TooSlow(f"{server.http.url} drew no token for {self.limits.straggler_s:g} s"))
 
     def _tell_uncounted(self, server: Server) -> None:
-        if not self.counters["uncounted"]:
-            _log.warning(
-                "vLLM server %s does not count its tokens (/metrics): one that hangs is noticed by VllmSampler.request_s alone",
-                server.http.url,
-            )
+        if not server.progress.uncounted:
+            why = "one that hangs is noticed by VllmSampler.request_s alone"
+            _log.warning("vLLM server %s does not count its tokens (/metrics): %s", server.http.url, why)
+        server.progress.uncounted = True
         self.counters["uncounted"] += 1
 
     # -- updates -------------------------------------------------------------------------------------------------------

@@ -139,12 +139,14 @@ class Progress:
       since: when that number changed, time.monotonic.
       moved: whether the number has ever changed, or a request was answered, since the first requests may wait for programs to compile.
       looks: number of checks that found it unchanged, since a busy client checks seldom.
+      uncounted: whether a line has said that the server does not count its tokens.
     """
 
     tokens: float | None = None
     since: float = 0.0
     moved: bool = False
     looks: int = 0
+    uncounted: bool = False
 
     def rest(self) -> None:
         """Records that nothing is in flight, or that nothing is to be drawn."""
