@@ -81,8 +81,12 @@ class PromptStream(Generic[Row]):
         """Continues from `state`.
 
         Raises:
-          ValueError: the rows or their order are not those of `state`.
+          ValueError: the rows or their order are not those of `state`, or it is of a stage that samples ahead.
         """
+        if "coming" in state:
+            raise ValueError(
+                "the checkpoint holds batches that were sampled ahead: set MAX_STALENESS as it was, or start a new run folder"
+            )
         here = self.state()
         changed = [
             f"{name} {state.get(name)} -> {here[name]}"

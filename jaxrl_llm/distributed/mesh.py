@@ -1,8 +1,10 @@
-"""Makes the device mesh, and holds the one table that maps logical axes of arrays to mesh axes."""
+"""Makes the device mesh, holds the one table that maps logical axes of arrays to mesh axes, and gives threads turns on the devices they share."""
 
+import asyncio
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -178,6 +180,32 @@ class Partitioner:
         if self.mesh.size == 1:
             return x
         return jax.lax.with_sharding_constraint(x, self.sharding(axes, x.shape))
+
+
+_TURN = threading.Lock()
+_LOOK_S = 0.002  # seconds between two looks of an event loop for its turn
+
+
+@contextmanager
+def turn() -> Iterator[None]:
+    """A thread's turn to start programs on the learner's devices, while the event loop starts programs on them too.
+
+    Programs that exchange data must start in one order on every device, else each may wait for the other.
+    """
+    with _TURN:
+        yield
+
+
+@asynccontextmanager
+async def loops_turn(needed: bool = True) -> AsyncIterator[None]:
+    """The event loop's turn to start programs; it takes none where it is not `needed`."""
+    while needed and not _TURN.acquire(blocking=False):
+        await asyncio.sleep(_LOOK_S)
+    try:
+        yield
+    finally:
+        if needed:
+            _TURN.release()
 
 
 def names(part: Any) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxrl_llm import launch
 from jaxrl_llm.data import rows
+from jaxrl_llm.distributed.mesh import MeshConfig
 from jaxrl_llm.eval.evaluate import Evaluation
 from jaxrl_llm.eval.harness import SUMMARY, Harness
 from jaxrl_llm.experience import SamplingParams
@@ -159,7 +160,7 @@ class PythonRun:
         out = self.folder / "evaluations" / f"step{self.step}.{number}"
         harness = Harness(
             out_dir=str(out), model=TrainedModel(path=str(self.folder)), sampler=self.run.sampler, evaluation=asked,
-            mesh=self.run.mesh, max_prompt_tokens=stage.max_prompt_tokens, truncation=stage.truncation,
+            mesh=MeshConfig() if getattr(self.run.sampler, "devices", 0) else self.run.mesh, max_prompt_tokens=stage.max_prompt_tokens, truncation=stage.truncation,
             template_kwargs=stage.template_kwargs,
         )  # fmt: skip
         with ThreadPoolExecutor(1, "evaluation") as thread:  # a notebook's own thread already runs an event loop

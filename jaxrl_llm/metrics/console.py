@@ -137,7 +137,7 @@ class Course:
         self._rewards: list[float] = []
         self._held_out: dict[str, list[tuple[int, float]]] = {}
         self._gaps: Counter[str] = Counter()
-        self._largest_gap = 0.0
+        self._largest_gap, self._stale = 0.0, 0
 
     def take(self, step: int, values: Mapping[str, float]) -> None:
         """Adds a step's metrics."""
@@ -149,6 +149,7 @@ class Course:
             self._rewards.append(reward)
         self._gaps.update({name: int(values[name]) for name in ("gap/compared", "gap/differing") if name in values})
         self._largest_gap = max(self._largest_gap, values.get("gap/max", 0.0))
+        self._stale = max(self._stale, int(values.get("staleness/max", 0)))
         for name, value in values.items():
             if HELD_OUT.fullmatch(name):
                 self._held_out.setdefault(name, []).append((step, value))
@@ -165,7 +166,8 @@ class Course:
             first, last = self._rewards[:tenth], self._rewards[-tenth:]
             said.append(f"reward {short(sum(first) / tenth)} -> {short(sum(last) / tenth)}")
         if self._gaps["gap/differing"]:
-            said.append(f"largest gap between sampler and learner {short(self._largest_gap)}")
+            behind = f", of tokens up to {self._stale} versions old" if self._stale else ""
+            said.append(f"largest gap between sampler and learner {short(self._largest_gap)}{behind}")
         elif self._gaps:
             said.append(f"tokens compared {self._gaps['gap/compared']}, differing 0")
         for name, found in self._held_out.items():

@@ -148,11 +148,14 @@ def check_gap(metrics: Mapping[str, float], *, warn: float, stop: float) -> None
             "is the sampler's model, dtype or temperature another one?"
         )
     known = [int(name.removeprefix("gap/lag")) for name in metrics if name.startswith("gap/lag")]
-    stale = min(known, default=0)  # part of the gap of stale tokens is what the policy has learned since
+    stale = min(known, default=0)
+    # Part of the gap of stale tokens, or of tokens after such, is what the policy has learned since.
+    learned = f", on tokens of {stale} versions before, part of which was learned since" if stale else ""
+    after = "" if stale or len(known) < 2 else "; where weights changed in mid-response, part of it was learned since"
     if (size := metrics.get(f"gap/lag{stale}", size)) > warn:
         _log.warning(
-            "learner and sampler disagree by %.3g nats a token on average%s (Stage.gap_warn=%g)",
-            size, f", on tokens of {stale} versions before, part of which was learned since" if stale else "", warn,
+            "learner and sampler disagree by %.3g nats a token on average%s (Stage.gap_warn=%g)%s",
+            size, learned, warn, after,
         )  # fmt: skip
 
 

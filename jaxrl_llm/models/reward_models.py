@@ -24,7 +24,7 @@ from jaxtyping import Float
 
 from jaxrl_llm import components
 from jaxrl_llm.data.tokenizer import PretrainedTokenizer
-from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner
+from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner, loops_turn
 from jaxrl_llm.experience import Prompt, Rollout, Scores
 from jaxrl_llm.models import hf_weights
 from jaxrl_llm.models.policy import Policy
@@ -73,8 +73,8 @@ class HFRewardModel:
 
     async def values(self, sequences: Sequence[np.ndarray]) -> np.ndarray:
         """Returns the value [N] at the last token of each sequence of token ids; raises the errors of `score`."""
-        # Programs start on the event loop's thread, in one order on every device; only waiting happens in another thread.
-        values = self._values(sequences)
+        async with loops_turn():  # only waiting happens in another thread
+            values = self._values(sequences)
         arrays = [await asyncio.to_thread(np.asarray, x) for x in values]
         return np.concatenate(arrays)[: len(sequences)]
 
@@ -203,8 +203,8 @@ class Moderation:
         del stats
         whole = [self.tokens(self.text(r.prompt, r.text)) for r in rollouts]
         sequences = [tokens[: self.max_tokens] for tokens in whole]
-        # Programs start on the event loop's thread, in one order on every device; only waiting happens in another thread.
-        pending = [self._forward(self._loaded[1], *batch) for batch in padded(sequences, self.rows)]
+        async with loops_turn():  # only waiting happens in another thread
+            pending = [self._forward(self._loaded[1], *batch) for batch in padded(sequences, self.rows)]
         found = [await asyncio.to_thread(np.asarray, x) for x in pending]
         probabilities = np.concatenate(found)[: len(rollouts)].astype(np.float64)
         parts = {"harmful": (probabilities.max(axis=1) > self.threshold).astype(np.float64)}

@@ -52,7 +52,7 @@ class RolloutBuffer:
       collector: samples and scores the groups.
       prompts: number of prompts of a step.
       max_staleness: batches that are sampled ahead, and versions that a token may be behind.
-      batches: number of steps of the stage.
+      last: the last step of the stage, for which a batch is sampled.
       least: fewest rollouts of a group that are worth learning from.
     """
 
@@ -60,12 +60,11 @@ class RolloutBuffer:
     collector: Collector
     prompts: int
     max_staleness: int
-    batches: int
+    last: int
     least: int = 1
 
     def __post_init__(self) -> None:
         self._pending: list[PendingBatch] = []
-        self._started = 0
         self._counters: Counter[str] = Counter()
         self._waited_s = 0.0
 
@@ -75,9 +74,8 @@ class RolloutBuffer:
         first = step - (self._pending[0].step if self._pending else step)
         if first:
             raise RuntimeError(f"step {step} was asked for where the buffer begins with step {step - first}")
-        while len(self._pending) <= self.max_staleness and self._started < self.batches:
+        while len(self._pending) <= self.max_staleness and step + len(self._pending) <= self.last:
             self._pending.append(PendingBatch(step=step + len(self._pending)))
-            self._started += 1
         for pending in self._pending:
             if pending.task is None:
                 pending.task = asyncio.ensure_future(self._batch(pending))
@@ -128,26 +126,23 @@ class RolloutBuffer:
     def state(self) -> dict[str, Any]:
         """Returns the stream's position and the pending batches, JSON-like but for the groups of complete batches, which are deferred."""
         pending = [{"step": c.step, "draws": c.draws + c.again, "groups": _kept(c)} for c in self._pending]
-        return {"format": FORMAT, "stream": self.stream.state(), "started": self._started, "coming": pending}
+        return {"format": FORMAT, "stream": self.stream.state(), "coming": pending}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continues from `state`, whose deferred parts have been loaded.
+        """Continues from `state`, whose deferred parts have been loaded; from that of a run without a buffer, with nothing sampled ahead.
 
         Raises:
-          ValueError: the data differs, or the state is of a run without a buffer, or of a format that is not known.
+          ValueError: the data differs, or the state is of a format that is not known.
         """
         if "coming" not in state:
             self.stream.restore(state)
-            raise ValueError(
-                "the checkpoint was made with Stage.max_staleness = 0: set MAX_STALENESS as it was, or start a new run folder"
-            )
+            return
         if (number := state.get("format", 1)) not in range(1, FORMAT + 1):
             raise ValueError(
                 f"the checkpoint holds groups sampled ahead in format {number}, and this version reads the formats 1 to {FORMAT}: go on "
                 "with the version that wrote it, or start a new run folder"
             )
         self.stream.restore(state["stream"])
-        self._started = int(state["started"])
         rows = {(prompt.source, prompt.id): prompt for prompt in self.stream.rows}
         self._pending = []
         for entry in state["coming"]:

@@ -128,7 +128,7 @@ def _phases(run: Run, stage: Stage, policy: Any, target: Target | None) -> tuple
         state = memory.size([learner.abstract.params, memory.resting(learner), bases])
         own = memory.size(memory.served_shapes(policy, run.sampler))  # among the program's arguments
         if sampled is not policy:
-            weights, elsewhere = 0, {"sample": accounts["decode"].peak}
+            weights, elsewhere = 0, {"sample, on its own devices,": accounts["decode"].peak}
         else:
             phases["sample"] = state + accounts["decode"].peak - own
         if (

@@ -104,7 +104,8 @@ def open_stage(config: Stage, trainer: Any, number: int) -> StageTrainer:
     trainer.processes.same(f"the rows of stage {config.name!r}", [len(rows), content])
     generator = generator_of(config, trainer, extra=0)  # for evaluations, whose counts are not the step's
     collector = collector_of(config, generator_of(config, trainer, extra=config.episodes.extra), trainer)
-    loader = loader_of(config, encoder, rows, collector, trainer)
+    last = trainer.config.starts[number] + config.steps
+    loader = loader_of(config, encoder, rows, collector, trainer, last)
     if config.pairing is not None:
         loader = PairedGroups(loader=loader, pairing=config.pairing, encoder=encoder)
     say(f"stage {config.name}: {len(rows)} rows", trainer.processes.summed(encoder.counts()))
@@ -211,9 +212,9 @@ def collector_of(config: Stage, generator: RolloutGenerator, trainer: Any) -> Co
 
 
 def loader_of(
-    config: Stage, encoder: Encoder, rows: Sequence[Prompt], collector: Collector | None, trainer: Any
+    config: Stage, encoder: Encoder, rows: Sequence[Prompt], collector: Collector | None, trainer: Any, last: int
 ) -> GroupLoader:
-    """Makes the group loader of a stage, for the data that its algorithm learns from.
+    """Makes the group loader of a stage whose last step is `last`, for the data that its algorithm learns from.
 
     Each process encodes its part of the rows; where process 0 alone calls the sampler, it encodes all of them.
     """
@@ -238,7 +239,7 @@ def loader_of(
     stream = chosen(PromptStream(encoder.prompts(rows), seed=seed))
     if config.max_staleness:
         loader = RolloutBuffer(
-            stream=stream, collector=collector, prompts=count, max_staleness=config.max_staleness, batches=config.steps,
+            stream=stream, collector=collector, prompts=count, max_staleness=config.max_staleness, last=last,
             least=config.least_samples,
         )  # fmt: skip
     else:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from jaxrl_llm.distributed.mesh import turn
 from jaxrl_llm.metrics.watchdog import Watching
 
 
@@ -38,6 +39,11 @@ class Progress:
         return {**self.laps, "step": time.perf_counter() - self._began}
 
 
+def _in_turn(method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    with turn():
+        return method(*arguments, **named)
+
+
 def part(doing: str, lap: str) -> Callable[[Callable[..., Any]], Callable[..., Awaitable[Any]]]:
     """Wraps a method that is part of a step: it is awaited, the watchdog is told what it does, and its seconds count as `lap`.
 
@@ -52,7 +58,7 @@ def part(doing: str, lap: str) -> Callable[[Callable[..., Any]], Callable[..., A
             if inspect.iscoroutinefunction(method):
                 found = await method(owner, *arguments, **named)
             elif owner.overlaps:
-                found = await asyncio.to_thread(method, owner, *arguments, **named)
+                found = await asyncio.to_thread(_in_turn, method, owner, *arguments, **named)
             else:
                 found = method(owner, *arguments, **named)
             owner.progress.lap(lap)

@@ -95,9 +95,15 @@ class Run:
         Raises:
           ValueError: train.MeshConfig does not fit them, or the sampler leaves none.
         """
-        found = jax.devices() if devices is None else devices
-        left = getattr(self.sampler, "left", None)
-        return Partitioner.create(self.mesh, left(found) if left else found)
+        found = list(jax.devices() if devices is None else devices)
+        left = self.sampler.left(found) if hasattr(self.sampler, "left") else found
+        try:
+            return Partitioner.create(self.mesh, left)
+        except ValueError as error:
+            own = len(found) - len(left)
+            raise ValueError(
+                f"{error}; {own} of {len(found)} devices are the sampler's own" if own else str(error)
+            ) from error
 
     def run(
         self,

@@ -143,7 +143,10 @@ def test_staleness_is_known_without_the_learners_log_probs():
     ("metrics", "said"),
     [
         ({"gap/mean": 0.2, "gap/lag0": 0.001, "gap/lag1": 0.4}, None),
-        ({"gap/mean": 0.2, "gap/lag0": 0.1, "gap/lag1": 0.3}, "disagree by 0.1 nats a token on average (Stage"),
+        (
+            {"gap/mean": 0.2, "gap/lag0": 0.1, "gap/lag1": 0.3},
+            "disagree by 0.1 nats a token on average (Stage.gap_warn=0.05); where",
+        ),
         ({"gap/mean": 0.2, "gap/lag1": 0.2}, "by 0.2 nats a token on average, on tokens of 1 versions before, part"),
         ({"gap/mean": 0.2}, "disagree by 0.2 nats a token on average (Stage"),
     ],

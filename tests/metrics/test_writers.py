@@ -256,14 +256,18 @@ def test_the_end_says_what_rewards_and_held_out_results_became(capsys, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("differing", "said"),
-    [(0.0, "tokens compared 1500, differing 0"), (3.0, "largest gap between sampler and learner 0.500")],
+    ("differing", "more", "said"),
+    [
+        (0.0, {}, "tokens compared 1500, differing 0"),
+        (3.0, {}, "largest gap between sampler and learner 0.500"),
+        (3.0, {"staleness/max": 2.0}, "largest gap between sampler and learner 0.500, of tokens up to 2 versions old"),
+    ],
 )
-def test_the_end_says_how_far_the_samplers_log_probs_were_from_the_learners(capsys, tmp_path, differing, said):
+def test_the_end_says_how_far_the_samplers_log_probs_were_from_the_learners(capsys, tmp_path, differing, more, said):
     writer = Console(bar=False, every=100).open(tmp_path, None, None)
     first = {"gap/compared": 1000.0, "gap/differing": differing, "gap/max": differing / 6}
     second = {"gap/compared": 500.0, "gap/differing": 0.0, "gap/max": 0.0}
-    for step, gaps in enumerate((first, {}, second)):
+    for step, gaps in enumerate((first | more, {}, second)):
         writer.write(step + 1, {"loss/total": 1.0, **gaps})
     writer.close()
     assert capsys.readouterr().out.splitlines()[-2] == f"trained to step 3; {said}"

@@ -1,5 +1,4 @@
-"""The running embedded sampler: prompts are prefilled and responses decoded in JAX, in the learner's process, on its mesh
-or on devices of the sampler's own.
+"""The running embedded sampler: prompts are prefilled and responses decoded in JAX, on the learner's mesh or on devices of its own.
 
 One task serves all calls of `sample`, a chunk of decode steps at a time. Its programs are started from the event loop's thread, in one
 order on every device; only the wait for a chunk runs in a thread, and rewards of finished groups run meanwhile.
@@ -16,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxrl_llm.distributed.mesh import loops_turn
 from jaxrl_llm.experience import Completion, SamplingParams
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.protocols import Conversation, Params
@@ -35,12 +35,10 @@ PromptCompletions = tuple[int, list[Completion]]
 class Engine:
     """A running embedded sampler; see EmbeddedSampler for the fields.
 
-    The keys and values of a conversation's turn stay in its slot for the next turn, until the slot is needed, the conversation ends or
-    other weights are published.
+    A conversation's keys and values stay in its slot for its next turn, until the slot is needed, it ends or other weights are published.
 
     A call joins the running batch if the batch's shapes hold it; else it waits until the batch is empty and a larger one takes its
-    place. A call whose caller has gone frees its slots at the next chunk. A batch has only as many slots as
-    fit in a device's memory; a warning says where these are fewer than requested.
+    place. A call whose caller has gone frees its slots at the next chunk. A batch has only as many slots as fit in a device's memory.
 
     Attributes:
       policy: the model.
@@ -139,8 +137,8 @@ class Engine:
     async def publish(self, params: Params, version: int) -> None:
         """Serves `params` as `version`, from the next chunk that starts; sequences in flight keep their cache.
 
-        The sampler's own arrays of the version before are deleted before those of the new one are made, so that a device never holds
-        two served copies; a running chunk keeps what it reads until it ends.
+        The sampler's own arrays of the version before are deleted first, so that a device never holds two served copies; a running chunk
+        keeps what it reads until it ends.
 
         Raises:
           ValueError: where `params` are not those of the policy; the version before stays served.
@@ -152,8 +150,7 @@ class Engine:
     def load(self, name: str, adapters: Params) -> None:
         """Serves `adapters`, a tree like `AdaptedPolicy.sizes()`, to requests whose `SamplingParams.adapter` is `name`.
 
-        They are copied, and stay until they are unloaded, beside each published version. Completions have the version of the publication.
-        Requests in flight go on.
+        They are copied, and stay until they are unloaded, beside each published version, whose number completions have.
 
         Raises:
           ValueError: there is no room, the name is taken, or the adapters are not like the policy's or not finite.
@@ -274,21 +271,24 @@ class Engine:
 
     async def _advance(self, batch: SlotBatch) -> None:
         """Refills the slots, runs one chunk and delivers finished sequences."""
-        started, params, version = time.perf_counter(), self._weights.params, self.version
-        if params is None or deleted(params):
-            raise RuntimeError(
-                "the learner donated the weights that the sampler shares: publish() after each update, or set embedded.EmbeddedSampler.share_weights = False"
-            )
+        begin = time.perf_counter()
+        async with loops_turn(not self.overlaps):
+            running = self._started(batch)
+        await finished(running[0])
+        kept, steps = batch.collect(*running, self._text)
+        self._counters.generated += kept
+        self._counters.slot_steps += steps * batch.capacity.slots
+        self._counters.seconds += time.perf_counter() - begin
+
+    def _started(self, batch: SlotBatch) -> tuple[Chunk, int]:
+        """Returns the running chunk and its version; where the next one is known already, it is queued behind it."""
+        params, version = self._weights.live, self.version
         running, self._queued = self._queued, None
         if running is None:
             running = self._refilled(batch, params, version), version
         if self._settled(batch):
             self._queued = batch.step(self._weights.served, self.decode_chunk, running[0]), version
-        await finished(running[0])
-        kept, steps = batch.collect(*running, self._text)
-        self._counters.generated += kept
-        self._counters.slot_steps += steps * batch.capacity.slots
-        self._counters.seconds += time.perf_counter() - started
+        return running
 
     def _refilled(self, batch: SlotBatch, params: Params, version: int) -> Chunk:
         """Refills the slots and starts a chunk of decode steps."""

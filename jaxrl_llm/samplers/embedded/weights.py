@@ -51,6 +51,15 @@ class Weights:
         assert self.params is not None
         return Served(self.params, self.apart)
 
+    @property
+    def live(self) -> dict[str, Any]:
+        """The served parameters; raises RuntimeError where the learner donated those that it shares."""
+        if self.params is None or deleted(self.params):
+            raise RuntimeError(
+                "the learner donated the weights that the sampler shares: publish() after each update, or set embedded.EmbeddedSampler.share_weights = False"
+            )
+        return self.params
+
     def publish(self, params: Params) -> None:
         """Takes the place of the version before, whose own arrays are deleted before new ones are made.
 

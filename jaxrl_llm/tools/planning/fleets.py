@@ -39,9 +39,13 @@ def fleets(
     """Yields a line for each kind of chip and count, for the run's first stage that samples; its batch may `grow` with the chips.
 
     Raises:
-      ValueError: no stage of the run samples.
+      ValueError: no stage of the run samples, or the sampler has devices of its own.
     """
     stage = next((stage for stage in run.stages if stage.samples), None)
+    if own := getattr(run.sampler, "devices", 0):
+        raise ValueError(
+            f"the simulator has all chips learn and sample in turn (got embedded.EmbeddedSampler.devices = {own}): set it to 0"
+        )
     if stage is None:
         raise ValueError("no stage of this run samples: the simulator is of RL steps")
     length = response or stage.settings.max_tokens
