@@ -3,8 +3,8 @@
 import asyncio
 import math
 import threading
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -182,30 +182,22 @@ class Partitioner:
         return jax.lax.with_sharding_constraint(x, self.sharding(axes, x.shape))
 
 
-_TURN = threading.Lock()
+# Held by the thread that starts programs on the learner's devices, where another one does too: programs that exchange data must start in one
+# order on every device, else each may wait for the other.
+TURN = threading.Lock()
 _LOOK_S = 0.002  # seconds between two looks of an event loop for its turn
-
-
-@contextmanager
-def turn() -> Iterator[None]:
-    """A thread's turn to start programs on the learner's devices, while the event loop starts programs on them too.
-
-    Programs that exchange data must start in one order on every device, else each may wait for the other.
-    """
-    with _TURN:
-        yield
 
 
 @asynccontextmanager
 async def loops_turn(needed: bool = True) -> AsyncIterator[None]:
-    """The event loop's turn to start programs; it takes none where it is not `needed`."""
-    while needed and not _TURN.acquire(blocking=False):
+    """Holds TURN for the event loop, whose other tasks run while it waits; nothing where it is not `needed`."""
+    while needed and not TURN.acquire(blocking=False):
         await asyncio.sleep(_LOOK_S)
     try:
         yield
     finally:
         if needed:
-            _TURN.release()
+            TURN.release()
 
 
 def names(part: Any) -> tuple[str, ...]:

@@ -21,7 +21,9 @@ from jaxrl_llm.experience import Group, Prompt, Rollout, Scores
 from jaxrl_llm.rollouts.collect import Collector
 from jaxrl_llm.rollouts.curriculum import CurriculumStream
 
-FORMAT = 3  # of the buffer in checkpoints; format 2 has no branches, and format 1, which has no number, holds arrays as base64 text
+# Of the buffer in checkpoints. Formats up to 3 count the batches begun, which the steps say; format 2 has no branches, and format 1, which has no
+# number, holds arrays as base64 text.
+FORMAT = 4
 _PLAYED = ("branches", "turns", "valid", "error", "rewards", "info")  # what an environment or an agent adds
 _ARRAYS = {"tokens": np.int32, "sampler_logprobs": np.float32, "mask": np.bool_, "versions": np.int32}
 

@@ -127,15 +127,16 @@ def _phases(run: Run, stage: Stage, policy: Any, target: Target | None) -> tuple
             accounts["prefill"] = memory.of_prefill(sampled, run.sampler, stage, run.max_length)
         state = memory.size([learner.abstract.params, memory.resting(learner), bases])
         own = memory.size(memory.served_shapes(policy, run.sampler))  # among the program's arguments
+        # The sum of base and adapters, which is served, or cast or copied to what is.
+        summed = policy is not policy.plain and not run.sampler.adapters
+        merged = memory.size(policy.plain.abstract()) if summed else 0
         if sampled is not policy:
+            phases["publish"] = state + merged
             weights, elsewhere = 0, {"sample, on its own devices,": accounts["decode"].peak}
         else:
             phases["sample"] = state + accounts["decode"].peak - own
-        if (
-            policy is not policy.plain and not run.sampler.adapters
-        ):  # the sum of base and adapters is served, or cast to the served dtype
-            merged = memory.size(policy.plain.abstract())
-            phases["publish"] = state + (merged if weights else 0)
+            if summed:
+                phases["publish"] = state + (merged if weights else 0)
             weights = weights or merged
     if stage.offload_reference and "reference" in stage.needs and "score" in phases:
         phases["score"] += memory.size(memory.reference_of(stage, policy))

@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from jaxrl_llm.distributed.mesh import turn
+from jaxrl_llm.distributed.mesh import TURN
 from jaxrl_llm.metrics.watchdog import Watching
 
 
@@ -40,7 +40,7 @@ class Progress:
 
 
 def _in_turn(method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    with turn():
+    with TURN:
         return method(*arguments, **named)
 
 

@@ -32,7 +32,7 @@ FREE = re.compile(
     r")"
     r"|tokenizer\b.*|policy\.(pretrained|compute_dtype|remat|scan_unroll|bitwise)"
 )
-AHEAD = re.compile(r"stages\[[^]]+\]\.max_staleness")  # to 0, it would lose what was sampled ahead
+AHEAD = re.compile(r"stages\[([^]]+)\]\.max_staleness")
 STEPS = re.compile(r"stages\[([^]]+)\]\.steps")
 LONGEST = 2000  # characters of a value; a longer one, such as a data set given as a list, is kept as its hash
 
@@ -152,7 +152,7 @@ def compare(run_dir: Path, run: Any, step: int | None, stage: int, *, as_new: bo
     absent = defaults_of(run) if any(change.was == "absent" for change in found) else set()
     found = [change for change in found if not (change.was == "absent" and change.name in absent)]
     bent = refused(found, [s.name for s in run.stages], stage)
-    shifted = [c for c in bent if STEPS.fullmatch(c.name) or (AHEAD.fullmatch(c.name) and c.now == "0")]
+    shifted = [c for c in bent if STEPS.fullmatch(c.name) or _drops(c, run.stages[stage].name)]
     if shifted or (bent and not as_new):
         listed = "; ".join(map(str, shifted or bent))
         way = "" if shifted else ", add --resume_as_new to go on from the checkpoint with the new settings"
@@ -161,6 +161,12 @@ def compare(run_dir: Path, run: Any, step: int | None, stage: int, *, as_new: bo
             "folder"
         )
     return found
+
+
+def _drops(change: Change, stage: str) -> bool:
+    """Returns whether a change in the present stage would lose what was sampled ahead."""
+    found = AHEAD.fullmatch(change.name)
+    return found is not None and found[1] == stage and change.now == "0"
 
 
 def compared(processes: Processes, run_dir: Path, run: Any, step: int | None, stage: int) -> list[Change]:

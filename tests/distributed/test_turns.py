@@ -3,14 +3,14 @@
 import asyncio
 import threading
 
-from jaxrl_llm.distributed.mesh import loops_turn, turn
+from jaxrl_llm.distributed.mesh import TURN, loops_turn
 
 
 def test_the_event_loop_waits_for_a_thread_and_runs_other_tasks_meanwhile():
     holds, ends, order = threading.Event(), threading.Event(), list[str]()
 
     def learner() -> None:
-        with turn():
+        with TURN:
             holds.set()
             ends.wait()
             order.append("learner")

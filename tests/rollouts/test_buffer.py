@@ -268,8 +268,8 @@ def test_a_state_with_arrays_as_text_is_still_taken_up_and_an_unknown_format_is_
         )  # fmt: skip
         same(first, make_group([expected], {"sum": [18.0]}, weights={"sum": 0.5}))
         assert names(second) == ["p6", "p7", "p8"], "those of the batch that was incomplete"
-        with pytest.raises(ValueError, match="in format 4, and this version reads the formats 1 to 3"):
-            feed(sampler, 1).restore({**old, "format": 4})
+        with pytest.raises(ValueError, match="in format 5, and this version reads the formats 1 to 4"):
+            feed(sampler, 1).restore({**old, "format": 5})
 
     asyncio.run(run())
 

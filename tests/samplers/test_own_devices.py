@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from sampler_cases import MAX_LENGTH, Letters, Tiny, sample
 
-from jaxrl_llm.distributed.mesh import MeshConfig
 from jaxrl_llm.distributed.padding import filled
 from jaxrl_llm.experience import SamplingParams
 from jaxrl_llm.samplers.embedded import decode
@@ -114,4 +113,3 @@ def test_the_learner_keeps_a_device():
     assert sampler.left(jax.devices()) == jax.devices()[:5]
     with pytest.raises(ValueError, match="must leave the learner at least one of the 3 devices"):
         sampler.left(jax.devices()[:3])
-    assert MeshConfig().sizes(5) == (1, 5, 1, 1, 1)

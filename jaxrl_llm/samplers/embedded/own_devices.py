@@ -20,9 +20,9 @@ def left(devices: Sequence[Any], own: int) -> list[Any]:
       ValueError: none is left, or they are devices of several processes.
     """
     lined = in_lines(devices)
-    if own and len({device.process_index for device in lined}) > 1:
+    if own and (processes := len({device.process_index for device in lined})) > 1:
         raise ValueError(
-            f"embedded.EmbeddedSampler.devices is for runs of one process (got {own}, and {jax.process_count()} processes): set it to 0, or "
+            f"embedded.EmbeddedSampler.devices is for runs of one process (got {own}, and {processes} processes): set it to 0, or "
             "include gin/samplers/vllm.gin for a sampler apart from the learner"
         )
     if own >= len(lined):

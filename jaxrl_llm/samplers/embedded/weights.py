@@ -160,9 +160,7 @@ def served(policy: Policy, params: Params, *, share: bool, gather: bool, weights
         if weights is not None and (inputs := narrow.inputs_of(path, axes)):
             layout = partitioner.stored(axes, x.shape)
             if isinstance(x, jax.Array) and x.sharding.device_set != layout.device_set:
-                x = jax.device_put(
-                    x, layout
-                )  # before it is rounded, so that its bits do not depend on where that is done
+                x = jax.device_put(x, layout)
             return narrow.quantized(x, inputs, weights, layout)
         if not isinstance(x, Adapted):
             return placed(path, axes, x)
