@@ -24,9 +24,9 @@ from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner
 from jaxrl_llm.experience import Completion, SamplingParams
 from jaxrl_llm.models import hf_weights
 from jaxrl_llm.models.policy import Policy
-from jaxrl_llm.samplers.vllm.client import VllmClient
+from jaxrl_llm.samplers.servers.client import FleetClient
+from jaxrl_llm.samplers.servers.publisher import scored
 from jaxrl_llm.samplers.vllm.local_server import LocalServer, LocalServers
-from jaxrl_llm.samplers.vllm.publisher import scored
 from jaxrl_llm.samplers.vllm.sampler import VllmSampler
 from jaxrl_llm.samplers.vllm.server_api import VllmHttp
 
@@ -66,7 +66,7 @@ def mean_apart(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.abs(a - b).mean())
 
 
-async def published(client: VllmClient, params: Any, version: int) -> None:
+async def published(client: FleetClient, params: Any, version: int) -> None:
     """Brings the server to a version, and prints what it found."""
     await client.publish(params, version)
     await drawn(client, [np.arange(10, 20)], 1, 1)
@@ -74,7 +74,7 @@ async def published(client: VllmClient, params: Any, version: int) -> None:
     told(what="publication", version=version, **{name: found.get(f"publish/{name}", float("nan")) for name in SHOWN})
 
 
-async def drawn(client: VllmClient, prompts: list[np.ndarray], count: int, most: int) -> list[tuple[int, Completion]]:
+async def drawn(client: FleetClient, prompts: list[np.ndarray], count: int, most: int) -> list[tuple[int, Completion]]:
     seeds = list(range(len(prompts)))
     found = client.sample(prompts, count, SamplingParams(max_tokens=most), seeds)
     return [(index, one) async for index, group in found for one in group]

@@ -26,7 +26,7 @@ from jaxrl_llm.models import hf_format
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.publication.parts import Target, whole_box
 from jaxrl_llm.publication.reader import BadVersion, read_version
-from jaxrl_llm.samplers.vllm.publisher import Publisher
+from jaxrl_llm.samplers.servers.publisher import Publisher
 from jaxrl_llm.train.checkpoint import Checkpointing, Checkpoints
 
 SAVER = Path(__file__).with_name("saving.py")

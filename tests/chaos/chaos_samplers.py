@@ -21,9 +21,9 @@ from sampler_cases import SIZES, Tiny
 from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner
 from jaxrl_llm.experience import SamplingParams
 from jaxrl_llm.models.policy import Policy
-from jaxrl_llm.samplers.vllm import fleet as fleets
+from jaxrl_llm.samplers.servers import fleet as fleets
+from jaxrl_llm.samplers.servers.client import FleetClient
 from jaxrl_llm.samplers.vllm import server_api
-from jaxrl_llm.samplers.vllm.client import VllmClient
 
 SERVERS, PROMPTS, SAMPLES = 3, 24, 3
 SETTINGS = SamplingParams(max_tokens=12)
@@ -60,7 +60,7 @@ def prefixes(rng: random.Random) -> list[np.ndarray]:
     ]
 
 
-async def sampled(client: VllmClient, rng: random.Random) -> int:
+async def sampled(client: FleetClient, rng: random.Random) -> int:
     """Samples of a batch; each is compared with the table of each token's version."""
     asked = prefixes(rng)
     found: dict[int, list[Any]] = {}

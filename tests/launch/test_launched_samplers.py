@@ -39,7 +39,7 @@ def test_samplers_that_are_listed_are_asked_through_their_proxies(tmp_path):
 
 
 @pytest.mark.skipif(
-    importlib.util.find_spec("jaxrl_llm.samplers.vllm.discovery") is None,
+    importlib.util.find_spec("jaxrl_llm.samplers.servers.discovery") is None,
     reason="samplers are not found by name in this checkout",
 )
 def test_samplers_of_a_cluster_are_found_by_the_name_of_their_service(tmp_path):

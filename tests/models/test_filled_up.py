@@ -22,8 +22,8 @@ from jaxrl_llm.models.qwen3_moe import Qwen3MoE
 from jaxrl_llm.publication.parts import Target, whole_box
 from jaxrl_llm.publication.reader import read_version
 from jaxrl_llm.samplers.embedded import weights
-from jaxrl_llm.samplers.vllm.publisher import Publisher
-from jaxrl_llm.samplers.vllm.store_publisher import StorePublisher
+from jaxrl_llm.samplers.servers.publisher import Publisher
+from jaxrl_llm.samplers.servers.store_publisher import StorePublisher
 from jaxrl_llm.train.checkpoint import Checkpointing, Checkpoints, read_model
 
 # As of Qwen2.5-0.5B (14 heads, 2 of keys, width 896), 3 divides none of the dimensions but the layers, which are never split.

@@ -15,7 +15,7 @@ from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.publication import canary as canaries
 from jaxrl_llm.publication.manifest import Canary
-from jaxrl_llm.samplers.vllm.publisher import scored
+from jaxrl_llm.samplers.servers.publisher import scored
 
 POSITIONS = 64
 

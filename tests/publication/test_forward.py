@@ -20,7 +20,7 @@ from jaxrl_llm.publication import canary as canaries
 from jaxrl_llm.publication import vllm_plugin
 from jaxrl_llm.publication.cuda_ipc import share
 from jaxrl_llm.publication.forward import differences, forward_of
-from jaxrl_llm.samplers.vllm.publisher import scored
+from jaxrl_llm.samplers.servers.publisher import scored
 
 __all__ = ["versions"]  # a fixture
 

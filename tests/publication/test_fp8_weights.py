@@ -11,7 +11,7 @@ from served_model import HIDDEN, SHAPES, Layer
 from stand_in_worker import Worker, on_every_rank, weights
 from test_vllm_plugin import staged
 
-from jaxrl_llm.samplers.vllm.answers import Refused, check_quantization
+from jaxrl_llm.samplers.servers.answers import Refused, check_quantization
 
 FP8, LARGEST = ml_dtypes.float8_e4m3fn, 448.0
 MATRICES = 7  # q, k, v, o, gate, up, down

@@ -26,8 +26,8 @@ from jaxrl_llm.models.qwen2 import Qwen2
 from jaxrl_llm.publication import object_store
 from jaxrl_llm.publication.parts import Target, whole_box
 from jaxrl_llm.publication.reader import BadVersion, OrbaxReader, read_version
-from jaxrl_llm.samplers.vllm.publisher import default_address, default_folder
-from jaxrl_llm.samplers.vllm.store_publisher import StorePublisher
+from jaxrl_llm.samplers.servers.publisher import default_address, default_folder
+from jaxrl_llm.samplers.servers.store_publisher import StorePublisher
 
 # tensorstore reads the address of Google's stand-in once a process.
 pytestmark = pytest.mark.xdist_group("object_store")
@@ -229,7 +229,7 @@ from jaxrl_llm.distributed.processes import Hosts
 from jaxrl_llm.distributed.rendezvous import coordinator_arguments, joined
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.models.qwen2 import Qwen2
-from jaxrl_llm.samplers.vllm.store_publisher import StorePublisher
+from jaxrl_llm.samplers.servers.store_publisher import StorePublisher
 with joined(Hosts(wait_s=60, lost_s=60), coordinator_arguments(os.environ, False)) as processes:
     model = Qwen2(vocabulary_size=32, width=16, layers=1, heads=2, kv_heads=2, head_width=8, mlp_width=32, tied=True)
     policy = Policy(model, Partitioner.create(MeshConfig(fsdp=2)))

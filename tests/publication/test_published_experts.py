@@ -24,7 +24,7 @@ from jaxrl_llm.publication.manifest import Manifest, TensorEntry, checksum, part
 from jaxrl_llm.publication.parts import Target
 from jaxrl_llm.publication.reader import BadVersion
 from jaxrl_llm.publication.vllm_targets import held_by, targets_of
-from jaxrl_llm.samplers.vllm.publisher import exported, named
+from jaxrl_llm.samplers.servers.publisher import exported, named
 
 STEM = "model.layers.0.mlp.experts"
 RANKS = [

@@ -13,8 +13,8 @@ from tiny_qwen2 import TINY, VOCABULARY, weights, write_model
 
 from jaxrl_llm.models import hf_weights
 from jaxrl_llm.models.lora import LoRA
+from jaxrl_llm.samplers.servers.answers import Ask, Piece, Refused, ServerFault
 from jaxrl_llm.samplers.vllm import adapters as alone
-from jaxrl_llm.samplers.vllm.answers import Ask, Piece, Refused, ServerFault
 from jaxrl_llm.samplers.vllm.server_api import VllmHttp
 
 TOLERANCE = 1e-4  # nats, float32

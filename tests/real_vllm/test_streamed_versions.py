@@ -8,8 +8,8 @@ import pytest
 from serving import STEP_S
 from test_updates_in_flight import MAX_TOKENS, NEW, OLD, PROMPTS, TOLERANCE, generated
 
-from jaxrl_llm.samplers.vllm import server_update
-from jaxrl_llm.samplers.vllm.answers import Ask, Piece
+from jaxrl_llm.samplers.servers import server_update
+from jaxrl_llm.samplers.servers.answers import Ask, Piece
 from jaxrl_llm.samplers.vllm.server_api import VllmHttp
 
 SAMPLING = {

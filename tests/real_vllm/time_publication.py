@@ -25,7 +25,7 @@ from jaxrl_llm.experience import SamplingParams
 from jaxrl_llm.models.lora import AdaptedPolicy, LoRA
 from jaxrl_llm.models.policy import Params, Policy
 from jaxrl_llm.models.sizes import SHAPES
-from jaxrl_llm.samplers.vllm.client import VllmClient
+from jaxrl_llm.samplers.servers.client import FleetClient
 from jaxrl_llm.samplers.vllm.local_server import LocalServers
 from jaxrl_llm.samplers.vllm.sampler import VllmSampler
 
@@ -43,7 +43,7 @@ SHOWN = (
 LENGTH = 1024
 
 
-async def timed(client: VllmClient, weights: list[dict], repeats: int, between_s: float) -> list[dict[str, float]]:
+async def timed(client: FleetClient, weights: list[dict], repeats: int, between_s: float) -> list[dict[str, float]]:
     """What each of `repeats` publications took, after one of each weights."""
     rows = []
     for version in range(repeats + len(weights)):

@@ -11,8 +11,8 @@ from fleet_cases import ToyPublisher
 from sampler_cases import MAX_LENGTH, Letters, Tiny
 
 from jaxrl_llm.models.lora import AdaptedPolicy, LoRA
+from jaxrl_llm.samplers.servers.client import FleetClient
 from jaxrl_llm.samplers.vllm.adapters import AdapterPublisher
-from jaxrl_llm.samplers.vllm.client import VllmClient
 from jaxrl_llm.samplers.vllm.sampler import VllmSampler
 
 LOW = LoRA(rank=3, alpha=6.0, targets=("q_proj", "o_proj", "down_proj"))
@@ -32,7 +32,7 @@ def adapted(tiny: Tiny) -> AdaptedPolicy:
 
 
 @asynccontextmanager
-async def client_of(tiny: Tiny, folder: Path, urls: Sequence[str], **fields: Any) -> AsyncIterator[VllmClient]:
+async def client_of(tiny: Tiny, folder: Path, urls: Sequence[str], **fields: Any) -> AsyncIterator[FleetClient]:
     """A client of servers that run already."""
     sampler = VllmSampler(spawn=False, urls=urls, publication=str(folder), adapters=True, **fields)
     policy = adapted(tiny)
@@ -49,7 +49,7 @@ async def client_of(tiny: Tiny, folder: Path, urls: Sequence[str], **fields: Any
 
 
 @asynccontextmanager
-async def running(tiny: Tiny, folder: Path, servers: Sequence[FakeVllm], **fields: Any) -> AsyncIterator[VllmClient]:
+async def running(tiny: Tiny, folder: Path, servers: Sequence[FakeVllm], **fields: Any) -> AsyncIterator[FleetClient]:
     """A client of servers that it starts and ends."""
     for server in servers:
         await server.start()

@@ -12,7 +12,7 @@ from fleet_cases import running
 from sampler_cases import VOCABULARY, Tiny, built, sample
 
 from jaxrl_llm.experience import Completion, SamplingParams
-from jaxrl_llm.samplers.vllm import fleet
+from jaxrl_llm.samplers.servers import fleet
 
 
 @pytest.fixture(scope="session")

@@ -15,8 +15,8 @@ from sampler_cases import MAX_LENGTH, Letters, Tiny
 
 from jaxrl_llm.experience import Completion, SamplingParams
 from jaxrl_llm.publication.manifest import Canary, Manifest
-from jaxrl_llm.samplers.vllm.client import VllmClient
-from jaxrl_llm.samplers.vllm.publisher import Publisher
+from jaxrl_llm.samplers.servers.client import FleetClient
+from jaxrl_llm.samplers.servers.publisher import Publisher
 from jaxrl_llm.samplers.vllm.sampler import VllmSampler
 
 CANARY = (3, 1, 4, 1, 5, 9, 2, 6)
@@ -46,7 +46,7 @@ class ToyPublisher(Publisher):
 @asynccontextmanager
 async def running(
     tiny: Tiny, folder: Path, servers: Sequence[FakeVllm], *, listed: bool = True, **fields: Any
-) -> AsyncIterator[VllmClient]:
+) -> AsyncIterator[FleetClient]:
     """Starts servers and a client of them; without `listed`, the client finds them by its Discovery, or at the `urls` of `fields`."""
     for server in servers:
         await server.start()
@@ -64,7 +64,7 @@ async def running(
 
 
 async def collect(
-    client: VllmClient, prefixes: list[np.ndarray], n: int, settings: SamplingParams = PLAIN, seed: int = 0
+    client: FleetClient, prefixes: list[np.ndarray], n: int, settings: SamplingParams = PLAIN, seed: int = 0
 ) -> dict[int, list[Completion]]:
     found: dict[int, list[Completion]] = {}
     async for index, group in client.sample(prefixes, n, settings, [seed + i for i in range(len(prefixes))]):

@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from jaxrl_llm.samplers.vllm.autoscale import Autoscale, Load, Scaler, load_of
+from jaxrl_llm.samplers.servers.autoscale import Autoscale, Load, Scaler, load_of
 from jaxrl_llm.samplers.vllm.sampler import VllmSampler
 
 RULE = Autoscale(command="scale {samplers}", most=64)

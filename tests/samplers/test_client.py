@@ -10,7 +10,7 @@ from sampler_cases import MAX_LENGTH, Letters
 
 from jaxrl_llm.experience import SamplingParams
 from jaxrl_llm.publication.vllm_route import ROUTE
-from jaxrl_llm.samplers.vllm.publisher import Publisher, exported
+from jaxrl_llm.samplers.servers.publisher import Publisher, exported
 
 pytestmark = pytest.mark.usefixtures("quick_heart")
 

@@ -9,8 +9,8 @@ from fake_vllm import VOCABULARY, FakeVllm
 from fleet_cases import Addresses, checked, collect, until
 
 from jaxrl_llm.protocols import SamplerDown
-from jaxrl_llm.samplers.vllm.answers import Refused, ServerFault
-from jaxrl_llm.samplers.vllm.publisher import Publisher
+from jaxrl_llm.samplers.servers.answers import Refused, ServerFault
+from jaxrl_llm.samplers.servers.publisher import Publisher
 
 pytestmark = pytest.mark.usefixtures("quick_heart")
 

@@ -16,7 +16,7 @@ from jaxrl_llm.agents.gateway import Gateway
 from jaxrl_llm.agents.service import TokenService
 from jaxrl_llm.agents.session import Session
 from jaxrl_llm.experience import Completion, SamplingParams
-from jaxrl_llm.samplers.vllm.answers import Ask, Piece
+from jaxrl_llm.samplers.servers.answers import Ask, Piece
 
 SETTINGS = SamplingParams(max_tokens=3)
 

@@ -11,9 +11,9 @@ import pytest
 from fake_vllm import VOCABULARY, FakeVllm
 from fleet_cases import checked, collect, until
 
-from jaxrl_llm.samplers.vllm import server_update
-from jaxrl_llm.samplers.vllm.client import VllmClient
-from jaxrl_llm.samplers.vllm.discovery import Discovery
+from jaxrl_llm.samplers.servers import server_update
+from jaxrl_llm.samplers.servers.client import FleetClient
+from jaxrl_llm.samplers.servers.discovery import Discovery
 from jaxrl_llm.samplers.vllm.sampler import VllmSampler
 
 pytestmark = pytest.mark.usefixtures("quick_heart")
@@ -29,7 +29,7 @@ def by_file(path: Path, leave_s: float = 60.0) -> Discovery:
     return Discovery(file=str(path), every_s=0.05, leave_s=leave_s)
 
 
-def counted(client: VllmClient, name: str) -> int:
+def counted(client: FleetClient, name: str) -> int:
     assert client._fleet is not None
     return client._fleet.counters[name]
 

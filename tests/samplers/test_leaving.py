@@ -13,7 +13,7 @@ from fake_vllm import VOCABULARY, FakeVllm
 from fleet_cases import checked, running, until
 
 from jaxrl_llm.experience import SamplingParams
-from jaxrl_llm.samplers.vllm import fleet as fleets
+from jaxrl_llm.samplers.servers import fleet as fleets
 from jaxrl_llm.samplers.vllm.local_server import free_port
 from jaxrl_llm.serving import TOKEN_VARIABLE
 

@@ -15,7 +15,7 @@ import pytest
 from aiohttp import web
 from sampler_cases import MAX_LENGTH, Letters, Tiny
 
-from jaxrl_llm.samplers.vllm.answers import ServerFault
+from jaxrl_llm.samplers.servers.answers import ServerFault
 from jaxrl_llm.samplers.vllm.local_server import LocalServer, LocalServers, all_ready, free_port
 from jaxrl_llm.samplers.vllm.sampler import VllmSampler
 

@@ -6,9 +6,9 @@ import pytest
 from fake_vllm import FakeVllm
 from fleet_cases import checked, collect, until
 
-from jaxrl_llm.samplers.vllm.answers import ServerFault
+from jaxrl_llm.samplers.servers.answers import ServerFault
+from jaxrl_llm.samplers.servers.server_update import Marks
 from jaxrl_llm.samplers.vllm.server_api import VllmHttp
-from jaxrl_llm.samplers.vllm.server_update import Marks
 
 pytestmark = pytest.mark.usefixtures("quick_heart")
 SETUPS = [

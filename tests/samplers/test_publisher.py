@@ -18,7 +18,7 @@ from jaxrl_llm.models.lora import AdaptedPolicy, LoRA
 from jaxrl_llm.publication.manifest import Manifest, checksum
 from jaxrl_llm.publication.parts import Target, whole_box
 from jaxrl_llm.publication.reader import read_version
-from jaxrl_llm.samplers.vllm.publisher import Publisher, exported, shutil
+from jaxrl_llm.samplers.servers.publisher import Publisher, exported, shutil
 
 CANARY = np.array([3, 1, 4, 1, 5, 9, 2, 6], np.int32)
 

@@ -22,8 +22,8 @@ from jaxrl_llm.publication.reader import read_version
 from jaxrl_llm.publication.relays.client import Relays
 from jaxrl_llm.publication.relays.server import Relay
 from jaxrl_llm.publication.relays.version import Patience
+from jaxrl_llm.samplers.servers.store_publisher import StorePublisher
 from jaxrl_llm.samplers.vllm.sampler import VllmSampler
-from jaxrl_llm.samplers.vllm.store_publisher import StorePublisher
 
 SIZE = 100_000
 

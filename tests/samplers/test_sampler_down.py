@@ -7,7 +7,7 @@ from fake_vllm import FakeVllm
 from fleet_cases import ToyPublisher, checked, collect
 
 from jaxrl_llm.protocols import Down, SamplerDown
-from jaxrl_llm.samplers.vllm.answers import ServerFault
+from jaxrl_llm.samplers.servers.answers import ServerFault
 
 pytestmark = pytest.mark.usefixtures("quick_heart")
 

@@ -11,8 +11,8 @@ from fake_vllm import VOCABULARY, FakeVllm, table
 from fleet_cases import checked, collect, until
 
 from jaxrl_llm.experience import SamplingParams
-from jaxrl_llm.samplers.vllm import fleet
-from jaxrl_llm.samplers.vllm.server_update import Progress
+from jaxrl_llm.samplers.servers import fleet
+from jaxrl_llm.samplers.servers.server_update import Progress
 
 pytestmark = pytest.mark.usefixtures("quick_heart")
 GENERATE = "/inference/v1/generate"

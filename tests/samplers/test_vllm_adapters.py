@@ -18,9 +18,9 @@ from sampler_cases import MAX_LENGTH, Letters, Tiny
 
 from jaxrl_llm.experience import SamplingParams
 from jaxrl_llm.models import hf_weights
+from jaxrl_llm.samplers.servers.answers import Refused, ServerFault
 from jaxrl_llm.samplers.vllm import adapters as alone
 from jaxrl_llm.samplers.vllm.adapters import AdapterPublisher
-from jaxrl_llm.samplers.vllm.answers import Refused, ServerFault
 from jaxrl_llm.samplers.vllm.sampler import VllmSampler
 
 pytestmark = pytest.mark.usefixtures("quick_heart")

@@ -16,7 +16,7 @@ from fake_vllm import FakeVllm, answer
 from jaxrl_llm.experience import SamplingParams
 from jaxrl_llm.samplers.requests import Draft, Request
 from jaxrl_llm.samplers.routes import Recording
-from jaxrl_llm.samplers.vllm.answers import Ask, Piece, Refused
+from jaxrl_llm.samplers.servers.answers import Ask, Piece, Refused
 from jaxrl_llm.samplers.vllm.server_api import VllmHttp
 
 EXPERTS, CHOSEN, SPARSE = 40, 3, (False, True, True, False)

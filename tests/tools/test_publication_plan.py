@@ -8,7 +8,7 @@ import pytest
 
 from jaxrl_llm.models.qwen3 import Qwen3
 from jaxrl_llm.models.sizes import SHAPES
-from jaxrl_llm.samplers.vllm.publisher import named
+from jaxrl_llm.samplers.servers.publisher import named
 from jaxrl_llm.tools import plan
 from jaxrl_llm.tools.planning.publication import ROUTES, Rates, lora_bytes, seconds
 

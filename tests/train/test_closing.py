@@ -13,7 +13,7 @@ from jaxrl_llm.distributed.preemption import STOPPED
 from jaxrl_llm.metrics.writers import Writers
 from jaxrl_llm.rewards.by_source import BySource
 from jaxrl_llm.rewards.weighted import Weighted
-from jaxrl_llm.samplers.vllm.client import VllmClient
+from jaxrl_llm.samplers.servers.client import FleetClient
 from jaxrl_llm.train.run import Trainer
 
 
@@ -119,7 +119,7 @@ def test_a_disk_that_is_full_in_an_evaluation_ends_the_run_resumably():
 
 def test_servers_are_stopped_where_a_connection_does_not_close():
     closed: list[str] = []
-    client = object.__new__(VllmClient)
+    client = object.__new__(FleetClient)
     client._publication, client.remove = None, True
     client._fleet = SimpleNamespace(close=Held("fleet", closed, fails=True).aclose)  # type: ignore[assignment]
     client.disconnect = Held("servers", closed, fails=True).aclose

@@ -1,7 +1,7 @@
 """Rollouts from vLLM servers: the fleet, its client and its updates, local servers."""
 
-from jaxrl_llm.samplers.vllm.autoscale import Autoscale
-from jaxrl_llm.samplers.vllm.discovery import Discovery
+from jaxrl_llm.samplers.servers.autoscale import Autoscale
+from jaxrl_llm.samplers.servers.discovery import Discovery
 from jaxrl_llm.samplers.vllm.local_server import LocalServers
 from jaxrl_llm.samplers.vllm.sampler import VllmSampler
 

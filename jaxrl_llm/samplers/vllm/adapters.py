@@ -39,11 +39,11 @@ from jaxrl_llm.models.linear import Adapted
 from jaxrl_llm.models.lora import AdaptedPolicy
 from jaxrl_llm.models.policy import Params
 from jaxrl_llm.publication.manifest import FILE, Manifest
-from jaxrl_llm.samplers.vllm.answers import Refused, ServerFault
-from jaxrl_llm.samplers.vllm.publisher import Publisher
-from jaxrl_llm.samplers.vllm.server_api import LOAD, VllmHttp
+from jaxrl_llm.samplers.servers.answers import Refused, ServerFault
+from jaxrl_llm.samplers.servers.http import ServerHttp
+from jaxrl_llm.samplers.servers.publisher import Publisher
 
-UNLOAD, MODELS, METRICS = "/v1/unload_lora_adapter", "/v1/models", "/metrics"
+LOAD, UNLOAD, MODELS, METRICS = "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/models", "/metrics"
 RUNTIME = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 VERSIONS = 4  # whose requests share a batch: those of a staleness of 2, and the canary of the newest; more wait for the oldest to end
 _TENANT = re.compile(r"[A-Za-z0-9_.]*")
@@ -101,7 +101,7 @@ def version_named(name: str) -> int:
     return int(name.rsplit("-", 2)[1])
 
 
-async def load(http: VllmHttp, name: str, path: str) -> None:
+async def load(http: ServerHttp, name: str, path: str) -> None:
     """Has a server load the adapters of a folder under a name; does nothing where it has loaded them.
 
     Raises:
@@ -118,7 +118,7 @@ async def load(http: VllmHttp, name: str, path: str) -> None:
         ) from refused
 
 
-async def unload_idle(http: VllmHttp) -> None:
+async def unload_idle(http: ServerHttp) -> None:
     """Has a server unload the learner's adapters except the newest, where no request for them is in flight; and those that former runs
     of its tenant had there at the learner's first version, where no request for them runs or waits."""
     mine, _, _ = http.adapter.partition("-")
@@ -139,7 +139,7 @@ async def unload_idle(http: VllmHttp) -> None:
         del http.flying[name]
 
 
-async def unload_all(http: VllmHttp, adapter: str, limit_s: float) -> None:
+async def unload_all(http: ServerHttp, adapter: str, limit_s: float) -> None:
     """Has a server unload all adapters of the run to which `adapter` belongs, as far as it answers in `limit_s`; empty for no run."""
     if not adapter:
         return
@@ -151,7 +151,7 @@ async def unload_all(http: VllmHttp, adapter: str, limit_s: float) -> None:
                         await http.ask("POST", UNLOAD, {"lora_name": name})
 
 
-async def _held(http: VllmHttp) -> set[str]:
+async def _held(http: ServerHttp) -> set[str]:
     """Returns the names of models and adapters that a server answers to."""
     text = await http.ask("GET", MODELS)
     try:
@@ -160,7 +160,7 @@ async def _held(http: VllmHttp) -> set[str]:
         raise ServerFault(f"{http.url} does not list its models: {wrong!r}") from wrong
 
 
-async def _used(http: VllmHttp) -> set[str]:
+async def _used(http: ServerHttp) -> set[str]:
     """Returns the names of adapters of whatever learner for which requests run or wait, as far as the server's metrics say."""
     try:
         lines = _USED.findall(await http.ask("GET", METRICS))

@@ -25,7 +25,7 @@ from typing import IO
 import aiohttp
 
 from jaxrl_llm import components, serving
-from jaxrl_llm.samplers.vllm.answers import ServerFault, Unreached
+from jaxrl_llm.samplers.servers.answers import ServerFault, Unreached
 
 _log = logging.getLogger(__name__)
 EXTENSION = "jaxrl_llm.publication.vllm_plugin.OrbaxWorkerExtension"

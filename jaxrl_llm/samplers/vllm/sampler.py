@@ -24,18 +24,18 @@ from jaxrl_llm.publication.cuda_ipc import Cuda
 from jaxrl_llm.publication.object_store import is_stored
 from jaxrl_llm.publication.relays.client import Relays
 from jaxrl_llm.samplers.routes import FLAG, Recording
+from jaxrl_llm.samplers.servers.autoscale import Autoscale
+from jaxrl_llm.samplers.servers.client import FleetClient
+from jaxrl_llm.samplers.servers.discovery import Discovery, Membership
+from jaxrl_llm.samplers.servers.fleet import Fleet
+from jaxrl_llm.samplers.servers.fleet_update import Limits
+from jaxrl_llm.samplers.servers.publisher import DTYPES, Publisher, default_address, default_folder
+from jaxrl_llm.samplers.servers.server_update import Inflight, Server
+from jaxrl_llm.samplers.servers.store_publisher import StorePublisher
 from jaxrl_llm.samplers.vllm import adapters
 from jaxrl_llm.samplers.vllm.adapters import AdapterPublisher
-from jaxrl_llm.samplers.vllm.autoscale import Autoscale
-from jaxrl_llm.samplers.vllm.client import VllmClient
-from jaxrl_llm.samplers.vllm.discovery import Discovery, Membership
-from jaxrl_llm.samplers.vllm.fleet import Fleet
-from jaxrl_llm.samplers.vllm.fleet_update import Limits
 from jaxrl_llm.samplers.vllm.local_server import LocalServer, LocalServers, all_ready, share_gpus
-from jaxrl_llm.samplers.vllm.publisher import DTYPES, Publisher, default_address, default_folder
 from jaxrl_llm.samplers.vllm.server_api import VllmHttp
-from jaxrl_llm.samplers.vllm.server_update import Inflight, Server
-from jaxrl_llm.samplers.vllm.store_publisher import StorePublisher
 from jaxrl_llm.serving import TOKEN_VARIABLE, check_token
 
 
@@ -219,7 +219,9 @@ class VllmSampler(Limits):
         if self.spawn and self.local.mps:
             share_gpus()
 
-    def start(self, policy: Policy, tokenizer: Any, *, max_length: int, run_dir: Path) -> VllmClient | FollowingSampler:
+    def start(
+        self, policy: Policy, tokenizer: Any, *, max_length: int, run_dir: Path
+    ) -> FleetClient | FollowingSampler:
         """Returns the running sampler; local servers are started now, and the first request waits for them. Process 0 sends the requests.
 
         Raises:
@@ -288,7 +290,7 @@ class VllmSampler(Limits):
         jax.block_until_ready(jax.numpy.zeros(1))
         for child in children if not alone else ():
             child.start()
-        return VllmClient(
+        return FleetClient(
             publisher=publisher, connect=connect, disconnect=disconnect, tokenizer=tokenizer, max_length=max_length,
             seeded=self.seeded, remove=self.spawn, adapted=alone, record=self._recording(policy) is not None, autoscale=self.autoscale, other=self._other(policy, tokenizer, max_length, run_dir),
         )  # fmt: skip

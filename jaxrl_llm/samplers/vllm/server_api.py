@@ -5,109 +5,63 @@ streams and scores do not use the first. Versions of tokens are the server's own
 of this object when the tokens arrive. Neither is trusted: `marks` checks that the server still holds the committed weights.
 """
 
-import contextlib
 import json
 import logging
 import uuid
-from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-import aiohttp
 import numpy as np
-from jaxtyping import Float
 
 from jaxrl_llm.publication import vllm_route
 from jaxrl_llm.samplers.routes import FLAG, START, Recording
-from jaxrl_llm.samplers.vllm.answers import Ask, Piece, Refused, ServerFault, TooSlow, Unreached, fault_of, release
+from jaxrl_llm.samplers.servers.answers import Ask, Piece, Refused, ServerFault, Unreached
+from jaxrl_llm.samplers.servers.http import CONNECT_S, TEXT, Ranks, Scores, ServerHttp, timeout
+from jaxrl_llm.samplers.vllm import adapters
+from jaxrl_llm.samplers.vllm.adapters import LOAD
 
 _log = logging.getLogger(__name__)
 
 GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
-LOAD = "/v1/load_lora_adapter"
-_CONNECT_S = 5.0
-_KEEP_ALIVE_S = 3.0  # shorter than the server's own 5 s, so that no connection is used while the server closes it
 _FINAL_ONLY = 2  # vLLM's RequestOutputKind.FINAL_ONLY
 _TOKENS = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total")
-_TEXT = 400  # characters of a server's answer that an error quotes
 
 
 @dataclass(eq=False, kw_only=True)
-class VllmHttp:
-    """A client of a server, or of a proxy before it.
+class VllmHttp(ServerHttp):
+    """A client of a vLLM server, or of a proxy before it.
 
     Attributes:
-      url: "http://host:port".
-      api_key: key that is sent as a bearer token; empty sends none.
       model: the policy's name at the server.
       proxied: whether `url` is a proxy of this package, which offers only what is needed here.
-      vocabulary: token ids are below it.
-      request_s: most seconds of one generation.
-      control_s: most seconds of one step of an update.
-      version: the policy version that the server serves; -1 before the first.
       release: vLLM's version as (major, minor); (0, 0) before `open`.
       route: vLLM's own route for generations; found by `open`.
       tokens: this package's own route.
       lists: whether the server has that route; found by `open`.
-      arrivals: number of answers and events of streams so far.
       recording: the shape of the samples' records of experts; None asks for none.
       unrecorded: number of samples without a valid record since the last call of `take_unrecorded`.
-      adapters: whether versions are adapters beside the base that the server serves.
-      adapter: the name of the adapters that requests ask for; empty before the first version.
-      flying: {name of adapters: requests in flight that asked for them}.
-      former: names of adapters that former runs of the learner left; None before the first version.
     """
 
-    url: str
-    api_key: str = ""
+    kind: ClassVar[str] = "vLLM"
+    settings: ClassVar[str] = "vllm.VllmSampler"
+
     model: str = "policy"
     proxied: bool = False
-    vocabulary: int = 2**31 - 1
-    request_s: float = 600.0
-    control_s: float = 60.0
-    version: int = -1
     release: tuple[int, int] = (0, 0)
     route: str = GENERATE
     tokens: str = vllm_route.ROUTE
     lists: bool = False
-    arrivals: int = 0
     recording: Recording | None = None
     unrecorded: int = 0
-    adapters: bool = False
-    adapter: str = ""
-    flying: Counter[str] = field(default_factory=Counter)
-    former: set[str] | None = None
 
     def __post_init__(self) -> None:
-        self.url = self.url.rstrip("/")
-        self._session: aiohttp.ClientSession | None = None
+        super().__post_init__()
         self._doubted = False  # whether an invalid record was logged
 
-    # -- connection ----------------------------------------------------------------------------------------------------
-
-    @property
-    def session(self) -> aiohttp.ClientSession:
-        if self._session is None or self._session.closed:
-            headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
-            self._session = aiohttp.ClientSession(connector=connector, headers=headers, read_bufsize=2**20)
-        return self._session
-
-    async def close(self) -> None:
-        """Closes the connections, which ends the generations over them."""
-        if self._session is not None:
-            await self._session.close()
-
     async def open(self) -> None:
-        """Detects the server's version and routes.
-
-        Raises:
-          ServerFault: the server does not answer.
-          Refused: the server lacks what an update needs.
-        """
         try:
-            health = await self._call("GET", "/health", limit_s=_CONNECT_S)
+            health = await self._call("GET", "/health", limit_s=CONNECT_S)
         except Refused as refused:
             if refused.status not in (401, 403):
                 raise
@@ -124,7 +78,7 @@ class VllmHttp:
             self.release, self.route, self.tokens = release(self.url, health), "/generate", "/tokens"
             self.lists = await self._refusal(self.tokens) == 400
             return
-        self.release = release(self.url, await self._call("GET", "/version", limit_s=_CONNECT_S))
+        self.release = release(self.url, await self._call("GET", "/version", limit_s=CONNECT_S))
         if self.adapters and await self._refusal(LOAD) in (404, 405):
             raise Refused(
                 f"{self.url} loads no adapters while it runs: start it with --enable-lora and the environment variable "
@@ -159,25 +113,18 @@ class VllmHttp:
     async def _refusal(self, route: str) -> int:
         """Returns the status with which an empty request is refused: 404 where the route does not exist, 400 or 422 where it does."""
         try:
-            await self._call("POST", route, {}, limit_s=_CONNECT_S)
+            await self._call("POST", route, {}, limit_s=CONNECT_S)
         except Refused as refused:
             return refused.status
         return 200
 
     @property
-    def spans(self) -> bool:
-        """Whether the server reports the version that drew each token."""
+    def spans(self) -> bool:  # type: ignore[override]
         return self.release >= (0, 32)
 
     # -- generation ----------------------------------------------------------------------------------------------------
 
     async def generate(self, ask: Ask, pieces: list[Piece]) -> None:
-        """Fills `pieces`, one for each of the n samples; tokens that arrived before an error stay in them.
-
-        Raises:
-          ServerFault: the server failed, or its answer does not fit the request.
-          Refused: the server refuses the request.
-        """
         body, route = self._body(ask), self.tokens if self._by_lists(ask) else self.route
         name, version = self.adapter, self.version
         self.flying[name] += 1
@@ -202,20 +149,7 @@ class VllmHttp:
         finally:
             self.flying[name] -= 1
 
-    async def score(
-        self, tokens: Sequence[int], likely: Sequence[int], listed: int, adapter: str = ""
-    ) -> tuple[Float[np.ndarray, " T-1"], Float[np.ndarray, " T-1"]]:
-        """Returns the server's log-probs of a text of T tokens at temperature 1; raises as `generate` does.
-
-        Args:
-          tokens: the text's T token ids.
-          likely: a token id to be scored after each of the first T - 1 tokens.
-          listed: number of most likely tokens that the server lists after each token.
-          adapter: the name of adapters to score by; empty for `adapter`.
-
-        Returns:
-          The log-prob of each token but the first, and of each of `likely`: -inf where the server does not list it.
-        """
+    async def score(self, tokens: Sequence[int], likely: Sequence[int], listed: int, adapter: str = "") -> Scores:
         sampling = {"n": 1, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": listed, "detokenize": False}
         body = self._body(Ask(tokens=tokens, sampling=sampling))
         body |= {"model": adapter, "cache_salt": adapter} if adapter else {}
@@ -261,7 +195,6 @@ class VllmHttp:
             self._record(self.recording, choice, piece, ask)
 
     def take_unrecorded(self) -> int:
-        """Returns the number of samples without a valid record since the last call."""
         count, self.unrecorded = self.unrecorded, 0
         return count
 
@@ -281,7 +214,7 @@ class VllmHttp:
     async def _events(self, body: Mapping[str, Any]) -> AsyncIterator[Mapping[str, Any]]:
         """Yields the choices of a stream of server-sent events."""
         with self._faults(self.route, self.request_s):
-            async with self.session.post(self.url + self.route, json=body, timeout=_timeout(self.request_s)) as answer:
+            async with self.session.post(self.url + self.route, json=body, timeout=timeout(self.request_s)) as answer:
                 await self._good(answer, "POST", self.route)
                 async for line in answer.content:
                     if not line.startswith(b"data:"):
@@ -291,7 +224,7 @@ class VllmHttp:
                         return
                     event = json.loads(data)
                     if "choices" not in event:
-                        raise ServerFault(f"{self.url} broke a stream off: {str(event)[:_TEXT]}")
+                        raise ServerFault(f"{self.url} broke a stream off: {str(event)[:TEXT]}")
                     for choice in event["choices"]:
                         yield choice
         raise Unreached(f"{self.url} closed a stream before its end")
@@ -299,30 +232,24 @@ class VllmHttp:
     # -- the steps of an update ----------------------------------------------------------------------------------------
 
     async def stage(self, path: str, version: int) -> None:
-        """Starts reading a published version in the background."""
         await self._step("stage", "/stage", path=path, version=version)
 
-    async def stage_status(self) -> list[dict[str, Any]]:
-        """Returns each rank's progress: version, state ("idle", "staging", "staged", "failed"), error, seconds, bytes; and its mark."""
+    async def stage_status(self) -> Ranks:
         return await self._step("stage_status", "/stage_status")
 
-    async def commit(self, version: int, mark: str) -> list[dict[str, Any]]:
-        """Loads the staged version on every rank of the paused server. Each rank returns the version it holds, and the mark it had before."""
+    async def commit(self, version: int, mark: str) -> Ranks:
         return await self._step("commit", "/commit", version=version, mark=mark)
 
-    async def commit_memory(self, version: int, mark: str, memory: str) -> list[dict[str, Any]]:
-        """Commits weights without staging, as `commit` does: they lie in the GPU memory of a process on the server's host."""
+    async def commit_memory(self, version: int, mark: str, memory: str) -> Ranks:
         return await self._step("commit_ipc", "/commit_ipc", version=version, mark=mark, memory=memory)
 
     async def pause(self, mode: str, *, clear_cache: bool, limit_s: float | None = None) -> None:
-        """Stops generation: "keep" freezes requests in flight, "wait" finishes them, "abort" ends them."""
         query = f"mode={mode}&clear_cache={str(clear_cache).lower()}"
         await self._call("POST", f"/pause?{query}", limit_s=limit_s or self.control_s)
 
     async def progress(self) -> float | None:
-        """Returns the number of tokens that the server has read and drawn since its start; None where it does not count them."""
         try:
-            said = await self._call("GET", "/metrics", limit_s=_CONNECT_S)
+            said = await self._call("GET", "/metrics", limit_s=CONNECT_S)
         except Refused:
             return None
         found = [line.rpartition(" ")[2] for line in said.splitlines() if line.startswith(_TOKENS)]
@@ -335,11 +262,11 @@ class VllmHttp:
         await self._call("POST", "/resume", limit_s=self.control_s)
 
     async def label(self, version: int) -> None:
-        """Tells the server the number of the weights it holds, where it stores one (vLLM 0.30 and later)."""
+        # vLLM stores one since 0.30.
         if not self.proxied and self.release >= (0, 30):
             await self._call("POST", "/update_weight_version", {"new_version": str(version)}, limit_s=self.control_s)
 
-    async def _step(self, method: str, route: str, **arguments: Any) -> list[dict[str, Any]]:
+    async def _step(self, method: str, route: str, **arguments: Any) -> Ranks:
         """Calls a method of the worker extension on every rank, directly or by the proxy's route of that name."""
         try:
             if self.proxied:
@@ -359,40 +286,27 @@ class VllmHttp:
             ranks = [dict(result or {}) for result in json.loads(text or '{"results": []}')["results"]]
             return [rank | {n: int(rank[n]) for n in ("version",) if n in rank} for rank in ranks]
         except (KeyError, TypeError, ValueError, RecursionError) as wrong:
-            raise ServerFault(f"{self.url} answered {method} with {text[:_TEXT]!r}") from wrong
+            raise ServerFault(f"{self.url} answered {method} with {text[:TEXT]!r}") from wrong
 
-    async def ask(self, verb: str, route: str, body: Any = None) -> str:
-        """Sends a request of an update's step and returns the answer's text; raises as `stage` does."""
-        return await self._call(verb, route, body, limit_s=self.control_s)
+    # -- adapters ------------------------------------------------------------------------------------------------------
 
-    # -- HTTP ----------------------------------------------------------------------------------------------------------
+    async def load_adapters(self, name: str, path: str) -> None:
+        await adapters.load(self, name, path)
 
-    async def _call(self, verb: str, route: str, body: Any = None, *, limit_s: float) -> str:
-        """Sends a request and returns the text of an answer with status 200."""
-        with self._faults(route, limit_s):
-            async with self.session.request(verb, self.url + route, json=body, timeout=_timeout(limit_s)) as answer:
-                await self._good(answer, verb, route)
-                return await answer.text(errors="replace")
+    async def unload_idle(self) -> None:
+        await adapters.unload_idle(self)
 
-    async def _good(self, answer: aiohttp.ClientResponse, verb: str, route: str) -> None:
-        if answer.status == 200:
-            return
-        text = " ".join((await answer.text(errors="replace")).split())[:_TEXT]
-        raise fault_of(f"{self.url} answered {verb} {route} with {answer.status}", answer.status, text)
+    async def unload_all(self, adapter: str, limit_s: float) -> None:
+        await adapters.unload_all(self, adapter, limit_s)
 
-    @contextlib.contextmanager
-    def _faults(self, route: str, limit_s: float) -> Iterator[None]:
-        """Turns what aiohttp raises into a ServerFault that names the server."""
-        where = f"{self.url} ({route})"
-        try:
-            yield
-        except (ServerFault, Refused):
-            raise
-        except TimeoutError as error:
-            raise TooSlow(f"{where} did not answer within {limit_s:g} s") from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise Unreached(f"{where} is not reached: {type(error).__name__} {error}") from error
+    def versions_asked(self) -> set[int]:
+        return {adapters.version_named(name) for name, flights in self.flying.items() if flights and name}
 
 
-def _timeout(limit_s: float) -> aiohttp.ClientTimeout:
-    return aiohttp.ClientTimeout(total=limit_s, sock_connect=min(_CONNECT_S, limit_s))
+def release(url: str, text: str) -> tuple[int, int]:
+    """Reads (major, minor) from a server's /version; raises Refused where it is not vLLM."""
+    try:
+        major, minor = str(json.loads(text)["version"]).split(".")[:2]
+        return int(major), int(minor)
+    except (KeyError, TypeError, ValueError, RecursionError) as wrong:
+        raise Refused(f"{url} is no vLLM server: its /version says {text[:400]!r}") from wrong

@@ -1,6 +1,5 @@
-"""Requests to a vLLM server, its answers, and the errors between."""
+"""Requests to a server of tokens, its answers, and the errors between."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -113,7 +112,7 @@ class Ask:
 
     Attributes:
       tokens: the prefix.
-      sampling: vLLM's sampling parameters; "n" and "max_tokens" are among them.
+      sampling: sampling parameters by vLLM's names; "n" and "max_tokens" are among them.
       stream: whether the tokens come as they are drawn.
       routed: number of first tokens whose experts are already recorded.
     """
@@ -136,15 +135,6 @@ def _versions(spans: Sequence[Mapping[str, Any]] | None, count: int, version: in
     if len(found) < count:
         raise ValueError(f"spans of versions over {len(found)} tokens of {count}")
     return found[len(found) - count :]
-
-
-def release(url: str, text: str) -> tuple[int, int]:
-    """Reads (major, minor) from a server's /version; raises Refused where it is not vLLM."""
-    try:
-        major, minor = str(json.loads(text)["version"]).split(".")[:2]
-        return int(major), int(minor)
-    except (KeyError, TypeError, ValueError, RecursionError) as wrong:
-        raise Refused(f"{url} is no vLLM server: its /version says {text[:400]!r}") from wrong
 
 
 def check_quantization(url: str, held: Sequence[Mapping[str, Any]], wanted: str) -> None:

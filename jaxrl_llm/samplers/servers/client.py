@@ -1,4 +1,4 @@
-"""The running sampler over a fleet of vLLM servers: completions of token prefixes, which are finished although servers fail.
+"""The running sampler over a fleet of servers: completions of token prefixes, which are finished although servers fail.
 
 A sequence is a draft that holds the tokens so far. A request draws the missing ones; where it is cut short (a server failed, or aborted
 for an update), the next one, to any server, includes the tokens so far in its prefix.
@@ -18,11 +18,11 @@ import numpy as np
 from jaxrl_llm.experience import Completion, SamplingParams, seed_of
 from jaxrl_llm.protocols import Conversation, Params, SamplerDown
 from jaxrl_llm.samplers.requests import Draft, Request, check
-from jaxrl_llm.samplers.vllm.answers import Ask, Piece, Refused, ServerFault
-from jaxrl_llm.samplers.vllm.autoscale import Autoscale, Scaler, load_of
-from jaxrl_llm.samplers.vllm.fleet import Fleet
-from jaxrl_llm.samplers.vllm.publisher import Publisher, still_there
-from jaxrl_llm.samplers.vllm.server_update import Published
+from jaxrl_llm.samplers.servers.answers import Ask, Piece, Refused, ServerFault
+from jaxrl_llm.samplers.servers.autoscale import Autoscale, Scaler, load_of
+from jaxrl_llm.samplers.servers.fleet import Fleet
+from jaxrl_llm.samplers.servers.publisher import Publisher, still_there
+from jaxrl_llm.samplers.servers.server_update import Published
 
 _log = logging.getLogger(__name__)
 
@@ -38,8 +38,8 @@ _MOST_EMPTY = 20  # most requests in a row that may end without a token
 
 
 @dataclass(eq=False, kw_only=True)
-class VllmClient:
-    """A running sampler; see VllmSampler for its settings.
+class FleetClient:
+    """A running sampler; see vllm.VllmSampler and sglang.SglangSampler for its settings.
 
     Attributes:
       publisher: writes versions of the weights.
@@ -382,8 +382,8 @@ class VllmClient:
         if clipped and not self._told:
             self._told = True
             _log.warning(
-                "a vLLM server cut a response at %d of %d tokens, because its context is shorter than the run's %d tokens: start it "
-                "with a larger --max-model-len (sampler/clipped counts such responses)",
+                "a server cut a response at %d of %d tokens, because its context is shorter than the run's %d tokens: start it "
+                "with a larger --max-model-len, or --context-length for SGLang (sampler/clipped counts such responses)",
                 count, asked, self.max_length,
             )  # fmt: skip
         if stopped or piece.finish == "stop":

@@ -13,9 +13,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from jaxrl_llm import components
-from jaxrl_llm.samplers.vllm.answers import ServerFault
-from jaxrl_llm.samplers.vllm.fleet import Fleet
-from jaxrl_llm.samplers.vllm.server_update import Server
+from jaxrl_llm.samplers.servers.answers import ServerFault
+from jaxrl_llm.samplers.servers.fleet import Fleet
+from jaxrl_llm.samplers.servers.server_update import Server
 
 _log = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ class Membership:
                 break
             except ServerFault as fault:
                 if time.monotonic() > limit:
-                    raise ServerFault(f"no vLLM server within {wait_s:g} s ({self._problem or fault})") from fault
+                    raise ServerFault(f"no server within {wait_s:g} s ({self._problem or fault})") from fault
             await asyncio.sleep(min(self.discovery.every_s, 1.0))
         self.fleet.tasks.append(asyncio.create_task(self._keep()))
 
@@ -120,13 +120,13 @@ class Membership:
             urls = await self.discovery.look()
         except (OSError, ValueError) as error:
             if self._problem != str(error):
-                _log.warning("vLLM servers stay as they are: %s", error)
+                _log.warning("servers stay as they are: %s", error)
             self._problem = str(error)
             return
         self._problem = ""
         listed, known = {*urls, *self.fixed}, {s.http.url for s in self.fleet.servers}
         for server in [s for s in self.fleet.servers if s.http.url not in listed]:
-            _log.warning("vLLM server %s left", server.http.url)
+            _log.warning("%s server %s left", server.http.kind, server.http.url)
             self.fleet.leave(server, self.discovery.leave_s)
         for url in urls:
             if url not in known and not self.fleet.leaves(url):

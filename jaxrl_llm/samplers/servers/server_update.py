@@ -1,7 +1,7 @@
-"""Updates one vLLM server to a published version of the weights.
+"""Updates one server to a published version of the weights.
 
 Stage while it generates -> every rank has staged -> pause -> commit -> label the version -> resume -> canary -> take requests again.
-vLLM scores nothing while it is paused, so the canary comes after `resume`, while the server still gets no new requests; where it fails,
+A server scores nothing while it is paused, so the canary comes after `resume`, while the server still gets no new requests; where it fails,
 the server is paused again and its tokens from the new weights are discarded. A server whose commit failed is never resumed: it stays
 paused until a later update of it succeeds.
 
@@ -18,9 +18,8 @@ from typing import Literal
 
 from jaxrl_llm.publication.canary import LISTED, gap
 from jaxrl_llm.publication.manifest import Canary
-from jaxrl_llm.samplers.vllm import adapters
-from jaxrl_llm.samplers.vllm.answers import Refused, ServerFault, check_quantization
-from jaxrl_llm.samplers.vllm.server_api import VllmHttp
+from jaxrl_llm.samplers.servers.answers import Refused, ServerFault, check_quantization
+from jaxrl_llm.samplers.servers.http import ServerHttp
 
 _log = logging.getLogger(__name__)
 Inflight = Literal["recompute", "stale_kv", "wait", "abort_resume"]
@@ -52,7 +51,7 @@ class Marks:
       coming: the mark of a commit in progress; empty for none.
     """
 
-    http: VllmHttp
+    http: ServerHttp
     held: str = ""
     coming: str = ""
     _asking: asyncio.Future[set[str]] | None = field(default=None, init=False)
@@ -186,7 +185,7 @@ class Server:
       epoch: number that changes when requests in flight no longer count.
     """
 
-    http: VllmHttp
+    http: ServerHttp
     revive: Callable[[], Awaitable[None]] | None = None
     ready: bool = False
     shut: bool = False
@@ -224,7 +223,7 @@ async def stage(server: Server, published: Published) -> dict[str, float]:
     """
     if published.adapter:
         server.cause = "loading adapters"
-        await adapters.load(server.http, published.adapter, published.path)
+        await server.http.load_adapters(published.adapter, published.path)
     elif not published.memory:
         server.cause = "staging"
         await server.http.stage(published.path, published.version)
@@ -273,7 +272,7 @@ async def _exchanged(server: Server, published: Published) -> dict[str, float]:
     found = await _gap(server, published)
     server.committed.append(published.version)
     http.version, http.adapter = published.version, published.adapter
-    await adapters.unload_idle(http)
+    await http.unload_idle()
     return {"paused_s": 0.0, "commit_s": time.perf_counter() - begin} | found
 
 
@@ -308,7 +307,8 @@ async def _commit(server: Server, published: Published) -> dict[str, float]:
     check_quantization(http.url, held, published.quantization)
     if server.marks.held and any(rank["was"] != server.marks.held for rank in held):
         _log.warning(
-            "vLLM server %s held other weights than were committed before: what was in flight there is asked again",
+            "%s server %s held other weights than were committed before: what was in flight there is asked again",
+            http.kind,
             http.url,
         )
         server.disown()
@@ -323,7 +323,7 @@ async def _commit(server: Server, published: Published) -> dict[str, float]:
     return found
 
 
-async def _staged(http: VllmHttp, version: int) -> dict[str, float]:
+async def _staged(http: ServerHttp, version: int) -> dict[str, float]:
     """Returns what `stage` does when every rank has staged the version; raises ServerFault where one failed."""
     wait_s = _POLL_S
     while True:

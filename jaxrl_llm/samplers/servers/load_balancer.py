@@ -9,7 +9,7 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from jaxrl_llm.samplers.vllm.server_update import Server
+from jaxrl_llm.samplers.servers.server_update import Server
 
 _REMEMBERED = 100_000  # prefixes whose server is remembered
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from jaxrl_llm.publication.relays.client import Relays, Useless
 from jaxrl_llm.publication.relays.version import Announcement
-from jaxrl_llm.samplers.vllm.answers import Refused, ServerFault, TooSlow, Unreached
-from jaxrl_llm.samplers.vllm.load_balancer import LoadBalancer
-from jaxrl_llm.samplers.vllm.server_update import Inflight, Published, Server, stage, swap
+from jaxrl_llm.samplers.servers.answers import Refused, ServerFault, TooSlow, Unreached
+from jaxrl_llm.samplers.servers.load_balancer import LoadBalancer
+from jaxrl_llm.samplers.servers.server_update import Inflight, Published, Server, stage, swap
 
 # Values of an update that are reported of the worst server.
 _WORST = frozenset({"canary_ratio", "canary_mean", "canary_max", "tensors_unchecked", "rounding"})
@@ -211,5 +211,5 @@ class Updates:
     def _overdue(self, server: Server) -> TooSlow:
         return TooSlow(
             f"{server.http.url} was not on the new weights within {self.limits.update_s:g} s (it was at: {server.cause}): look at "
-            "its log, or raise vllm.VllmSampler.update_s"
+            f"its log, or raise {server.http.settings}.update_s"
         )

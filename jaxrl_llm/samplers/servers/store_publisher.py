@@ -22,7 +22,7 @@ from jaxrl_llm.models.policy import Params
 from jaxrl_llm.publication import zarr_shards
 from jaxrl_llm.publication.manifest import FILE, Manifest
 from jaxrl_llm.publication.object_store import TREE, Store
-from jaxrl_llm.samplers.vllm.publisher import Publisher, exported, shapes
+from jaxrl_llm.samplers.servers.publisher import Publisher, exported, shapes
 
 
 @dataclass(eq=False, kw_only=True)

@@ -1,4 +1,4 @@
-"""Several vLLM servers as one: requests are spread over them, failed servers are set aside and later rejoin.
+"""Several servers as one: requests are spread over them, failed servers are set aside and later rejoin.
 
 A request goes to one server at a time. Where a server draws no token for too long, its requests in flight are cut and continue
 elsewhere from the tokens so far, so that slow or hung servers do not change the lengths of responses.
@@ -12,11 +12,10 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from jaxrl_llm.publication.relays.client import Relays
-from jaxrl_llm.samplers.vllm.adapters import unload_all, version_named
-from jaxrl_llm.samplers.vllm.answers import Ask, Leaving, Piece, Refused, ServerFault, TooSlow
-from jaxrl_llm.samplers.vllm.fleet_update import Limits, Updates
-from jaxrl_llm.samplers.vllm.load_balancer import LoadBalancer
-from jaxrl_llm.samplers.vllm.server_update import Inflight, Published, Server, streamed
+from jaxrl_llm.samplers.servers.answers import Ask, Leaving, Piece, Refused, ServerFault, TooSlow
+from jaxrl_llm.samplers.servers.fleet_update import Limits, Updates
+from jaxrl_llm.samplers.servers.load_balancer import LoadBalancer
+from jaxrl_llm.samplers.servers.server_update import Inflight, Published, Server, streamed
 
 _log = logging.getLogger(__name__)
 
@@ -73,7 +72,7 @@ class Fleet:
                 self._set_aside(server, error)
             server.ready = error is None
         if not any(server.ready for server in self.servers):
-            raise ServerFault("; ".join(s.cause for s in self.servers) or "no vLLM server is known")
+            raise ServerFault("; ".join(s.cause for s in self.servers) or "no server is known")
         if not self.tasks:
             self.tasks += [asyncio.create_task(self._watch()), asyncio.create_task(self._watch_progress())]
 
@@ -95,7 +94,7 @@ class Fleet:
     async def _part(self, server: Server) -> None:
         """Closes the connections to a server; one that the learner did not start unloads the learner's adapters."""
         last = self.updates.published
-        await unload_all(server.http, last.adapter if last and not server.revive else "", _CUT_S)
+        await server.http.unload_all(last.adapter if last and not server.revive else "", _CUT_S)
         await server.http.close()
 
     # -- servers that come and go --------------------------------------------------------------------------------------
@@ -218,7 +217,7 @@ class Fleet:
         if isinstance(error, Leaving):
             if server.ready:
                 self.counters["left"] += 1
-                _log.warning("vLLM server %s leaves", server.http.url)
+                _log.warning("%s server %s leaves", server.http.kind, server.http.url)
                 server.ready, server.cause = False, str(error)
                 self.updates.under_way[server] = asyncio.create_task(self._emptied(server, error))
             return
@@ -267,8 +266,8 @@ class Fleet:
 
     def _tell_uncounted(self, server: Server) -> None:
         if not server.progress.uncounted:
-            why = "one that hangs is noticed by VllmSampler.request_s alone"
-            _log.warning("vLLM server %s does not count its tokens (/metrics): %s", server.http.url, why)
+            http, why = server.http, f"one that hangs is noticed by {server.http.settings}.request_s alone"
+            _log.warning("%s server %s does not count its tokens (/metrics): %s", http.kind, http.url, why)
         server.progress.uncounted = True
         self.counters["uncounted"] += 1
 
@@ -300,8 +299,7 @@ class Fleet:
 
     def reading(self) -> set[int]:
         """Returns the versions that must be kept: servers read them, or may read them again for requests that name their adapters."""
-        asked = {name for s in self.servers for name, flights in s.http.flying.items() if flights and name}
-        return {*self.updates.staging.values(), *map(version_named, asked)}
+        return {*self.updates.staging.values()}.union(*(server.http.versions_asked() for server in self.servers))
 
     @property
     def update(self) -> dict[str, float]:
@@ -315,7 +313,7 @@ class Fleet:
         server.cause = str(error)
         if server.ready:
             self.counters["set_aside"] += 1
-            _log.warning("vLLM server set aside: %s", error)
+            _log.warning("%s server set aside: %s", server.http.kind, error)
         server.ready, server.http.version = False, -1
         server.marks.forget()
         server.disown()
@@ -337,13 +335,13 @@ class Fleet:
             return
         server.strikes, server.told = 0, ""
         self.counters["rejoined" if served else "joined"] += 1
-        _log.warning("vLLM server %s serves, version %d", server.http.url, server.http.version)
+        _log.warning("%s server %s serves, version %d", server.http.kind, server.http.url, server.http.version)
 
     def _told(self, server: Server) -> None:
         """Warns, once for each cause, of a server that gets no requests."""
         if server.told != server.cause:
             server.told = server.cause
-            _log.warning("vLLM server %s gets no requests yet: %s", server.http.url, server.cause)
+            _log.warning("%s server %s gets no requests yet: %s", server.http.kind, server.http.url, server.cause)
 
     async def _watch(self) -> None:
         """Tries to bring failed servers back, dispatches waiting requests, and fails them where no server serves for too long."""
@@ -359,8 +357,8 @@ class Fleet:
             self._down_since = None if self.balancer.serving() or not self.balancer.waiting else self._down_since or now
             if self._down_since is not None and now - self._down_since > self.limits.wait_s:
                 causes = "; ".join(f"{s.http.url}: {s.cause}" for s in self.servers) or "no server is known"
-                said = f"no vLLM server took requests for {self.limits.wait_s:g} s ({causes})"
-                self.balancer.fail(Unserved(f"{said}: start them, or raise VllmSampler.wait_s"))
+                said = f"no server took requests for {self.limits.wait_s:g} s ({causes})"
+                self.balancer.fail(Unserved(f"{said}: start them, or raise the sampler's wait_s"))
 
 
 async def _confirmed(server: Server, ask: Ask, pieces: list[Piece]) -> None:
