@@ -25,8 +25,9 @@ from jaxrl_llm.experience import Completion, SamplingParams
 from jaxrl_llm.models import hf_weights
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.samplers.servers.client import FleetClient
+from jaxrl_llm.samplers.servers.local_server import LocalServer
 from jaxrl_llm.samplers.servers.publisher import scored
-from jaxrl_llm.samplers.vllm.local_server import LocalServer, LocalServers
+from jaxrl_llm.samplers.vllm.local_server import LocalServers
 from jaxrl_llm.samplers.vllm.sampler import VllmSampler
 from jaxrl_llm.samplers.vllm.server_api import VllmHttp
 

@@ -14,7 +14,7 @@ from fleet_cases import checked, running, until
 
 from jaxrl_llm.experience import SamplingParams
 from jaxrl_llm.samplers.servers import fleet as fleets
-from jaxrl_llm.samplers.vllm.local_server import free_port
+from jaxrl_llm.samplers.servers.local_server import free_port
 from jaxrl_llm.serving import TOKEN_VARIABLE
 
 TOKEN = "a token of more than sixteen letters"

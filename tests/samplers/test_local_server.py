@@ -16,7 +16,8 @@ from aiohttp import web
 from sampler_cases import MAX_LENGTH, Letters, Tiny
 
 from jaxrl_llm.samplers.servers.answers import ServerFault
-from jaxrl_llm.samplers.vllm.local_server import LocalServer, LocalServers, all_ready, free_port
+from jaxrl_llm.samplers.servers.local_server import LocalServer, all_ready, free_port
+from jaxrl_llm.samplers.vllm.local_server import LocalServers
 from jaxrl_llm.samplers.vllm.sampler import VllmSampler
 
 # What is run in place of Python with vLLM: it answers every GET and says how it was started.
@@ -258,8 +259,9 @@ def test_a_server_ends_with_the_process_that_started_it(program, tmp_path, argum
     code = f"""
 import time
 from pathlib import Path
-from jaxrl_llm.samplers.vllm import local_server
-from jaxrl_llm.samplers.vllm.local_server import LocalServer, LocalServers, all_ready
+from jaxrl_llm.samplers.servers import local_server
+from jaxrl_llm.samplers.servers.local_server import LocalServer, all_ready
+from jaxrl_llm.samplers.vllm.local_server import LocalServers
 local_server._BOUND = local_server._BOUND.replace("15.0", "0.5")
 one = LocalServer(config=LocalServers(python={program!r}), number=0, model=Path({str(tmp_path)!r}), log=Path({str(tmp_path)!r}) / "log", arguments={arguments!r})
 one.start(); print(one.url, flush=True); time.sleep(60)

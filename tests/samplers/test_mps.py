@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from jaxrl_llm import launch
-from jaxrl_llm.samplers.vllm.local_server import LocalServers, share_gpus
+from jaxrl_llm.samplers.servers.local_server import share_gpus
+from jaxrl_llm.samplers.vllm.local_server import LocalServers
 from jaxrl_llm.samplers.vllm.sampler import VllmSampler
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the service is Linux's")
@@ -45,7 +46,7 @@ def alive(pid: int) -> bool:
 def test_the_service_is_there_for_the_run_and_its_servers_and_ends_with_it(service, killed):
     code = (
         "import os, time\n"
-        "from jaxrl_llm.samplers.vllm.local_server import LocalServers, share_gpus\n"
+        "from jaxrl_llm.samplers.servers.local_server import share_gpus; from jaxrl_llm.samplers.vllm.local_server import LocalServers\n"
         "share_gpus(); folder = os.environ['CUDA_MPS_PIPE_DIRECTORY']; share_gpus()\n"
         "own = LocalServers().environment_of(0)['CUDA_MPS_PIPE_DIRECTORY']\n"
         "print(folder, own, open(folder + '/pid').read().strip(), open(folder + '/output.log').read().strip(), sep='|', flush=True)\n"

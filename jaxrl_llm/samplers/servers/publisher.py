@@ -38,6 +38,11 @@ from jaxrl_llm.publication.object_store import is_stored
 
 DTYPES = ("bfloat16", "float32", "float16")
 _NO_DATABASE = "Skipping merge of OCDBT checkpoints"  # orbax's warning for each version without a database
+# The text on which servers and learner are compared after each update.
+CANARY = (
+    "Natalia sold 48 clips in April, and half as many in May. In May she sold 48 / 2 = 24 clips. Altogether she sold "
+    "48 + 24 = 72 clips in April and May. The answer is 72. 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16."
+)
 _CANARY_ROW = 128  # positions; the sequence is padded to a multiple of this
 
 
@@ -219,12 +224,48 @@ class Publisher:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         return OSError(
             f"{version} of the weights could not be published to {self.where} ({lines[0][:300]}): free some "
-            "space and allow writing there, or set vllm.VllmSampler.publication to another folder that the samplers see"
+            "space and allow writing there, or set the sampler's publication (such as vllm.VllmSampler.publication) to another folder that servers see"
         )
 
 
 def _worth_saying(record: logging.LogRecord) -> bool:
     return _NO_DATABASE not in str(record.msg)
+
+
+def check_published(policy: Policy, max_length: int, kind: str) -> None:
+    """Checks that servers of a kind can sample a policy's texts of `max_length` tokens.
+
+    Raises:
+      ValueError: they cannot; the message says what to do.
+    """
+    sizes = policy.architecture
+    if sizes.delta is not None:
+        raise ValueError(
+            f"a {type(sizes).__name__}, whose layers hold a recurrent state, is not published to {kind} servers: "
+            "sample it with embedded.EmbeddedSampler"
+        )
+    if policy.bitwise:
+        raise ValueError(
+            f"{kind} servers have kernels of their own, whose log-probs are not the learner's bit for bit: set BITWISE = False, or include "
+            "gin/samplers/embedded.gin"
+        )
+    if not 2 <= max_length <= sizes.max_positions:
+        raise ValueError(
+            f"max_length must be 2..{sizes.max_positions} tokens, the most of the model (got {max_length}): set the lengths of prompt and response"
+        )
+
+
+def canary_tokens(text: str, tokenizer: Any, vocabulary: int) -> np.ndarray:
+    """Returns the ids of the canary's text, int32 [T]: fixed random ids where the tokenizer lacks its characters, none for no text."""
+    if not text:
+        return np.zeros(0, np.int32)
+    try:
+        ids = np.asarray(tokenizer.encode(text, add_special_tokens=False), np.int32)
+    except Exception:  # the tokenizers library raises bare Exception for a character outside an alphabet
+        ids = np.zeros(0, np.int32)
+    if len(ids) < 2:
+        ids = np.random.default_rng(0).integers(0, vocabulary, 64).astype(np.int32)
+    return ids
 
 
 def default_folder(publication: str | None, run_dir: Path) -> Path:

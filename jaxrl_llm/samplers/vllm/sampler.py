@@ -24,17 +24,26 @@ from jaxrl_llm.publication.cuda_ipc import Cuda
 from jaxrl_llm.publication.object_store import is_stored
 from jaxrl_llm.publication.relays.client import Relays
 from jaxrl_llm.samplers.routes import FLAG, Recording
+from jaxrl_llm.samplers.servers.assembly import Assembly
 from jaxrl_llm.samplers.servers.autoscale import Autoscale
 from jaxrl_llm.samplers.servers.client import FleetClient
-from jaxrl_llm.samplers.servers.discovery import Discovery, Membership
-from jaxrl_llm.samplers.servers.fleet import Fleet
+from jaxrl_llm.samplers.servers.discovery import Discovery
 from jaxrl_llm.samplers.servers.fleet_update import Limits
-from jaxrl_llm.samplers.servers.publisher import DTYPES, Publisher, default_address, default_folder
-from jaxrl_llm.samplers.servers.server_update import Inflight, Server
+from jaxrl_llm.samplers.servers.local_server import LocalServer, share_gpus
+from jaxrl_llm.samplers.servers.publisher import (
+    CANARY,
+    DTYPES,
+    Publisher,
+    canary_tokens,
+    check_published,
+    default_address,
+    default_folder,
+)
+from jaxrl_llm.samplers.servers.server_update import Inflight
 from jaxrl_llm.samplers.servers.store_publisher import StorePublisher
 from jaxrl_llm.samplers.vllm import adapters
 from jaxrl_llm.samplers.vllm.adapters import AdapterPublisher
-from jaxrl_llm.samplers.vllm.local_server import LocalServer, LocalServers, all_ready, share_gpus
+from jaxrl_llm.samplers.vllm.local_server import LocalServers
 from jaxrl_llm.samplers.vllm.server_api import VllmHttp
 from jaxrl_llm.serving import TOKEN_VARIABLE, check_token
 
@@ -83,10 +92,6 @@ class FollowingSampler:
 
 
 MODEL = "policy"  # the policy's name at servers
-CANARY = (
-    "Natalia sold 48 clips in April, and half as many in May. In May she sold 48 / 2 = 24 clips. Altogether she sold "
-    "48 + 24 = 72 clips in April and May. The answer is 72. 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16."
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,16 +234,7 @@ class VllmSampler(Limits):
           ValueError: the model is not published to vLLM, a length is beyond the model's, the policy is in the bitwise mode, vLLM would
             choose other experts, or an API key's variable is not set.
         """
-        if policy.architecture.delta is not None:
-            raise ValueError(
-                f"a {type(policy.architecture).__name__}, whose layers hold a recurrent state, is not published to vLLM servers: "
-                "sample it with embedded.EmbeddedSampler"
-            )
-        if policy.bitwise:
-            raise ValueError(
-                "vLLM servers have kernels of their own, whose log-probs are not the learner's bit for bit: set BITWISE = False, or include "
-                "gin/samplers/embedded.gin"
-            )
+        check_published(policy, max_length, "vLLM")
         if policy.architecture.experts is not None and policy.architecture.experts.choice_bias:
             raise ValueError(
                 "a policy whose experts are chosen with a bias (choice_bias) is not published to vLLM servers, which have no place for "
@@ -250,48 +246,20 @@ class VllmSampler(Limits):
                 "a policy with experts is published to vLLM servers that do not quantize it: set VLLM_QUANTIZATION = '' "
                 f"(got {self.quantization!r})"
             )
-        if not 2 <= max_length <= policy.architecture.max_positions:
-            raise ValueError(
-                f"max_length must be 2..{policy.architecture.max_positions} tokens, the most of the model (got {max_length}): set the lengths of prompt and response"
-            )
         alone = self._alone(policy) is not None
         if jax.process_index() > 0:
             return FollowingSampler(publisher=self._publisher(policy, tokenizer, max_length, run_dir), adapted=alone)
-        children = self._children(policy, tokenizer, max_length, run_dir) if self.spawn else []
-        http = [self._http(child.url, child.key, policy) for child in children]
-        http += [self._http(url, self._key(), policy) for url in self.urls]
-        servers, relays = [Server(http=h) for h in http], self._relays()
-        for server, child in zip(servers, children):
-            server.revive = child.revive
-
-        async def connect() -> Fleet:
-            for child in children if alone else ():  # the base is now written
-                child.start()
-            await all_ready(children)
-            for one, child in zip(http, children):
-                one.url = child.url
-            fleet = Fleet(servers=servers, limits=self, inflight=self.inflight, relays=relays)
-            if not self.discovery:
-                await fleet.open()
-                return fleet
-            make = lambda url: Server(http=self._http(url, self._key(), policy))  # noqa: E731
-            fixed = [h.url for h in http]
-            await Membership(fleet=fleet, discovery=self.discovery, make=make, fixed=fixed).open(self.wait_s)
-            return fleet
-
-        async def disconnect() -> None:
-            ends = [*(child.stop() for child in children), *(one.close() for one in http)]
-            for error in await asyncio.gather(*ends, return_exceptions=True):
-                if isinstance(error, BaseException):
-                    raise error
-
+        assembly = Assembly(
+            children=self._children(policy, tokenizer, max_length, run_dir) if self.spawn else [],
+            key=self._key(), urls=self.urls, discovery=self.discovery, api=lambda url, key: self._http(url, key, policy),
+            limits=self, inflight=self.inflight, relays=self._relays(), late=alone,
+        )  # fmt: skip
         publisher = self._publisher(policy, tokenizer, max_length, run_dir)
         # JAX reserves its share of a GPU now, and not while vLLM measures what is free.
         jax.block_until_ready(jax.numpy.zeros(1))
-        for child in children if not alone else ():
-            child.start()
+        assembly.start()
         return FleetClient(
-            publisher=publisher, connect=connect, disconnect=disconnect, tokenizer=tokenizer, max_length=max_length,
+            publisher=publisher, connect=assembly.connect, disconnect=assembly.disconnect, tokenizer=tokenizer, max_length=max_length,
             seeded=self.seeded, remove=self.spawn, adapted=alone, record=self._recording(policy) is not None, autoscale=self.autoscale, other=self._other(policy, tokenizer, max_length, run_dir),
         )  # fmt: skip
 
@@ -387,16 +355,3 @@ class VllmSampler(Limits):
 def _model_folder(run_dir: Path) -> Path:
     """Returns the folder of the model that a run's local servers serve."""
     return (run_dir / "vllm" / "model").absolute()
-
-
-def canary_tokens(text: str, tokenizer: Any, vocabulary: int) -> np.ndarray:
-    """Returns the ids of the canary's text, int32 [T]: fixed random ids where the tokenizer lacks its characters, none for no text."""
-    if not text:
-        return np.zeros(0, np.int32)
-    try:
-        ids = np.asarray(tokenizer.encode(text, add_special_tokens=False), np.int32)
-    except Exception:  # the tokenizers library raises bare Exception for a character outside an alphabet
-        ids = np.zeros(0, np.int32)
-    if len(ids) < 2:
-        ids = np.random.default_rng(0).integers(0, vocabulary, 64).astype(np.int32)
-    return ids

@@ -1,0 +1,8 @@
+"""Rollouts from SGLang servers: the second kind that the fleet drives."""
+
+from jaxrl_llm.samplers.servers.autoscale import Autoscale
+from jaxrl_llm.samplers.servers.discovery import Discovery
+from jaxrl_llm.samplers.sglang.local_server import LocalServers
+from jaxrl_llm.samplers.sglang.sampler import SglangSampler
+
+__all__ = ["Autoscale", "Discovery", "LocalServers", "SglangSampler"]

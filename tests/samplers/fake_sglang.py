@@ -1,0 +1,200 @@
+"""A server that speaks SGLang 0.5.17's HTTP and draws from the toy policy of `fake_vllm`, with faults on request."""
+
+import asyncio
+import json
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from aiohttp import web
+from fake_vllm import VOCABULARY, table
+
+
+@dataclass(eq=False, kw_only=True)
+class FakeSglang:
+    """One server.
+
+    Attributes:
+      step_s: seconds a token takes.
+      key: API key; empty for none.
+      room: most sequences that are drawn at a time; further ones wait.
+      status: {route: HTTP status} that is answered in place of the work.
+      refuses: whether the next update fails.
+      off: added to every log-prob of a prompt.
+      garbage: what is answered to generations in place of samples; None for samples.
+      metrics: whether it counts its tokens.
+      bodies: generations that were asked for.
+      calls: control calls in order.
+      counts: answered requests by route.
+    """
+
+    step_s: float = 0.0
+    key: str = ""
+    room: int = 1 << 30
+    status: dict[str, int] = field(default_factory=dict)
+    refuses: bool = False
+    off: float = 0.0
+    garbage: Any = None
+    metrics: bool = True
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    calls: list[str] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    port: int = 0
+    version: int = -1
+    mark: str = "default"
+    drawn: int = 0
+
+    def __post_init__(self) -> None:
+        self.going = asyncio.Event()
+        self.going.set()
+        self.active: dict[object, None] = {}
+        self.aborted: set[object] = set()
+        self.runner: web.AppRunner | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def start(self) -> "FakeSglang":
+        app = web.Application(middlewares=[self._door])
+        for verb, route in (
+            ("GET", "health"), ("GET", "model_info"), ("GET", "server_info"), ("GET", "metrics"), ("POST", "generate"),
+            ("POST", "update_weights_from_disk"), ("POST", "pause_generation"), ("POST", "continue_generation"), ("POST", "abort_request"),
+        ):  # fmt: skip
+            app.router.add_route(verb, f"/{route}", getattr(self, f"_{route}"))
+        self.runner = web.AppRunner(app, shutdown_timeout=0.01, handler_cancellation=True)
+        await self.runner.setup()
+        await web.TCPSite(self.runner, "127.0.0.1", self.port, reuse_address=True).start()
+        self.port = self.runner.addresses[0][1]
+        return self
+
+    async def kill(self) -> None:
+        """Breaks every connection and forgets everything, as a killed process does."""
+        if self.runner is None:
+            return
+        assert self.runner.server is not None
+        for connection in list(self.runner.server.connections):
+            if connection.transport is not None:
+                connection.transport.abort()
+        await self.runner.cleanup()
+        self.runner, self.version, self.mark = None, -1, "default"
+        self.going.set()
+
+    @web.middleware
+    async def _door(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        self.counts[request.path] += 1
+        if self.key and request.path != "/health" and request.headers.get("Authorization") != f"Bearer {self.key}":
+            return web.json_response({"error": "Unauthorized"}, status=401)
+        if request.path in self.status:
+            return web.Response(status=self.status[request.path], text="a fault of the test")
+        return await handler(request)
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _model_info(self, request: web.Request) -> web.Response:
+        return web.json_response({"model_path": "toy", "is_generation": True, "weight_version": self.mark})
+
+    async def _server_info(self, request: web.Request) -> web.Response:
+        return web.json_response({"version": "0.5.17", "internal_states": [{}]})
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        if not self.metrics:
+            return web.Response(status=404)
+        labels = 'engine_type="unified",mode="decode"'
+        return web.Response(text=f"# HELP\nsglang:realtime_tokens_total{{{labels}}} {self.drawn}.0\n")
+
+    # -- generation ----------------------------------------------------------------------------------------------------
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        if self.garbage is not None:
+            return web.json_response(self.garbage)
+        if body.get("logprob_start_len", -1) >= 0:
+            return self._scored(body)
+        self.bodies.append(body)
+        one = object()
+        self.active[one] = None
+        try:
+            await self.going.wait()
+            if one in self.aborted:  # it had not begun
+                said = {"error": {"message": "Request 7f was aborted", "type": "BadRequest"}}
+                return web.json_response(said, status=400)
+            return web.json_response(await self._sample(body, one))
+        finally:
+            self.active.pop(one)
+            self.aborted.discard(one)
+
+    async def _sample(self, body: dict[str, Any], one: object) -> dict[str, Any]:
+        asked, last = body["sampling_params"], body["input_ids"][-1]
+        tokens: list[int] = []
+        rows: list[list[Any]] = []
+        finish: dict[str, Any] = {"type": "length", "length": asked["max_new_tokens"]}
+        while len(tokens) < asked["max_new_tokens"]:
+            await asyncio.sleep(self.step_s)
+            if one in self.aborted:
+                finish = {"type": "abort", "message": "Abort in waiting queue", "status_code": None, "err_type": None}
+                tokens = [*tokens, last] if tokens else []  # whose log-prob is not there yet
+                break
+            if list(self.active).index(one) >= self.room:
+                continue
+            log = table(self.version)[last]
+            noise = np.random.gumbel(size=VOCABULARY) if asked["temperature"] else 0.0
+            last = int(np.argmax(log + noise))
+            self.drawn += 1
+            tokens.append(last)
+            rows.append([float(log[last]), last, None])
+            if last in asked["stop_token_ids"]:
+                finish = {"type": "stop", "matched": last}
+                break
+        meta: dict[str, Any] = {"finish_reason": finish, "weight_version": self.mark, "output_token_logprobs": rows}
+        if body["return_sampling_mask"]:
+            meta["output_token_sampling_logprobs"] = [row[0] / 2 for row in rows]
+        return {"text": "", "output_ids": tokens, "meta_info": meta}
+
+    def _scored(self, body: dict[str, Any]) -> web.Response:
+        tokens, most = body["input_ids"], body["top_logprobs_num"]
+        log = table(self.version) + self.off
+        rows: list[Any] = [[None, tokens[0], None]]
+        lists: list[Any] = [None]
+        for a, b in pairwise(tokens):
+            rows.append([float(log[a, b]), b, None])
+            lists.append([[float(log[a, t]), int(t), None] for t in np.argsort(-log[a])[:most]])
+        meta = {"finish_reason": {"type": "length"}, "input_token_logprobs": rows, "input_top_logprobs": lists}
+        return web.json_response({"text": "", "output_ids": [0], "meta_info": meta})
+
+    # -- control -------------------------------------------------------------------------------------------------------
+
+    async def _update_weights_from_disk(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        assert not self.going.is_set() and not self.active, "updated while it generates"
+        file = Path(body["model_path"]) / "manifest.json"
+        if self.refuses or not file.is_file():
+            self.refuses = False
+            return web.json_response({"success": False, "message": "Failed to update weights"}, status=400)
+        self.version, self.mark = json.loads(file.read_text())["version"], body["weight_version"]
+        self.calls.append(f"update {self.version}")
+        return web.json_response({"success": True, "message": "Succeeded", "num_paused_requests": 0})
+
+    async def _abort_request(self, request: web.Request) -> web.Response:
+        assert (await request.json())["abort_all"]
+        self.calls.append("abort")
+        self.aborted |= self.active.keys()
+        return web.Response()
+
+    async def _pause_generation(self, request: web.Request) -> web.Response:
+        assert (await request.json())["mode"] == "abort"
+        self.calls.append("pause")
+        self.aborted |= self.active.keys()
+        while any(one in self.active for one in self.aborted):
+            await asyncio.sleep(0.001)
+        self.going.clear()
+        return web.json_response({"status": "ok"})
+
+    async def _continue_generation(self, request: web.Request) -> web.Response:
+        self.calls.append("continue")
+        self.going.set()
+        return web.json_response({"status": "ok"})

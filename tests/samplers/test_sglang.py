@@ -1,0 +1,265 @@
+"""The client against servers that play SGLang: every token of its version, settings in SGLang's words, faults, restarts."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_sglang import FakeSglang
+from fleet_cases import ToyPublisher, checked, collect, until
+from sampler_cases import MAX_LENGTH, Letters, Tiny
+
+from jaxrl_llm.experience import SamplingParams
+from jaxrl_llm.samplers.servers.answers import Refused, ServerFault
+from jaxrl_llm.samplers.servers.client import FleetClient
+from jaxrl_llm.samplers.sglang import LocalServers, SglangSampler
+
+pytestmark = pytest.mark.usefixtures("quick_heart")
+
+
+@asynccontextmanager
+async def running(tiny: Tiny, folder: Path, servers: Sequence[FakeSglang], **fields: Any) -> AsyncIterator[FleetClient]:
+    """Starts servers and a client of them."""
+    for server in servers:
+        await server.start()
+    sampler = SglangSampler(spawn=False, urls=[s.url for s in servers], publication=str(folder), **fields)
+    client = sampler.start(tiny.policy, Letters(), max_length=MAX_LENGTH, run_dir=folder)
+    toy = {n: getattr(client.publisher, n) for n in ("policy", "folder", "dtype", "keep", "canary")}
+    client.publisher = ToyPublisher(**toy)
+    try:
+        yield client
+    finally:
+        await client.close()
+        for server in servers:
+            await server.kill()
+
+
+@pytest.fixture
+def begin(tiny: Tiny, tmp_path: Path) -> Callable[..., Any]:
+    return partial(running, tiny, tmp_path)
+
+
+@pytest.mark.parametrize("inflight", ["wait", "abort_resume"])
+def test_every_token_has_the_version_that_drew_it(begin, prefixes, inflight):
+    """Weights change three times under requests in flight; a log-prob of another version's table would differ."""
+
+    async def run() -> None:
+        servers = [FakeSglang(step_s=0.01, room=9) for _ in range(2)]
+        async with begin(servers, inflight=inflight, sequences=12) as client:
+            await client.publish({}, 0)
+            asked = asyncio.create_task(collect(client, prefixes, 3))
+            await until(lambda: servers[0].drawn > 3)
+            for version in (1, 2, 3):
+                await asyncio.sleep(0.04)
+                await client.publish({}, version)
+            versions = checked(prefixes, await asked)
+            groups = await collect(client, prefixes, 2)
+            assert set(checked(prefixes, groups)) == {3}, "requests after a publication are its version's"
+        assert len(versions) == sum(min(12, MAX_LENGTH - len(p)) * 3 for p in prefixes)
+        assert len(set(versions)) > 1
+        abort = ["abort"] if inflight == "abort_resume" else []
+        assert servers[0].calls[-len(abort) - 3 :] == [*abort, "pause", "update 3", "continue"]
+
+    asyncio.run(run())
+
+
+def test_settings_arrive_in_the_words_of_sglang(begin, prefixes):
+    async def run() -> None:
+        server = FakeSglang()
+        cut = SamplingParams(
+            max_tokens=9, temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, repetition_penalty=1.3, stop_token_ids=(4, 7)
+        )
+        async with begin([server]) as client:
+            await client.publish({}, 0)
+            groups = await collect(client, prefixes[:2], 2, cut)
+            await collect(client, prefixes[:1], 1, SamplingParams(max_tokens=3, temperature=0.0))
+        assert len(server.bodies) == 5, "each sample is a request of its own"
+        sent = server.bodies[0]["sampling_params"]
+        want = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.3}
+        assert want.items() <= sent.items() and sent["max_new_tokens"] == 9 and sent["stop_token_ids"] == [4, 7]
+        assert sent["ignore_eos"] and sent["no_stop_trim"] and not sent["skip_special_tokens"] and "n" not in sent
+        assert server.bodies[0]["return_sampling_mask"] and not server.bodies[-1]["return_sampling_mask"]
+        assert server.bodies[-1]["sampling_params"]["top_k"] == -1
+        for one in (one for group in groups.values() for one in group):
+            ended = one.tokens[-1] in (4, 7)
+            assert one.finish == ("stop" if ended else "length") and (ended or len(one.tokens) == 9)
+
+    asyncio.run(run())
+
+
+def test_log_probs_are_those_of_the_distribution_that_was_cut_off(begin, prefixes):
+    """SGLang gives two: of all tokens, and renormalized over those that could be drawn, which the test's server halves."""
+
+    async def run() -> None:
+        async with begin([FakeSglang()]) as client:
+            await client.publish({}, 0)
+            groups = await collect(client, prefixes[:3], 2, SamplingParams(max_tokens=5, top_p=0.9))
+        for group in groups.values():
+            for one in group:
+                object.__setattr__(one, "logprobs", one.logprobs * 2)
+        checked(prefixes, groups)
+
+    asyncio.run(run())
+
+
+def test_a_killed_server_loses_no_sample_and_rejoins_with_the_present_weights(begin, prefixes):
+    async def run() -> None:
+        servers = [FakeSglang(step_s=0.01) for _ in range(2)]
+        async with begin(servers) as client:
+            await client.publish({}, 0)
+            asked = asyncio.create_task(collect(client, prefixes, 3))
+            await until(lambda: servers[0].active)
+            await servers[0].kill()
+            checked(prefixes, await asked)
+            await client.publish({}, 1)
+            assert set(checked(prefixes, await collect(client, prefixes, 1))) == {1}
+            await servers[0].start()
+            await until(lambda: servers[0].version == 1 and servers[0].going.is_set())
+            found = client.metrics()
+            assert found["sampler/retries"] >= 1 and found["sampler/set_aside"] == 1
+
+    asyncio.run(run())
+
+
+def test_a_restarted_server_is_found_by_its_mark_and_its_tokens_are_drawn_again(begin, prefixes):
+    async def run() -> None:
+        servers = [FakeSglang(step_s=0.01) for _ in range(2)]
+        async with begin(servers) as client:
+            await client.publish({}, 0)
+            asked = asyncio.create_task(collect(client, prefixes, 3))
+            await until(lambda: servers[0].active)
+            servers[0].mark, servers[0].version = "default", 9  # other weights, without a broken connection
+            assert set(checked(prefixes, await asked)) == {0}
+            assert client.metrics()["sampler/set_aside"] == 1
+
+    asyncio.run(run())
+
+
+def test_an_update_that_fails_is_made_again(begin, prefixes):
+    async def run() -> None:
+        servers = [FakeSglang(), FakeSglang()]
+        async with begin(servers) as client:
+            await client.publish({}, 0)
+            servers[0].refuses = True
+            await client.publish({}, 1)
+            assert set(checked(prefixes, await collect(client, prefixes, 2))) == {1}
+            await until(lambda: servers[0].version == 1 and servers[0].going.is_set())
+
+    asyncio.run(run())
+
+
+def test_other_weights_than_the_learners_are_found_by_the_canary(begin, prefixes):
+    async def run() -> None:
+        server = FakeSglang(off=0.5)
+        async with begin([server]) as client:
+            await client.publish({}, 0)
+            with pytest.raises(ServerFault, match="scores the canary apart from the learner"):
+                await collect(client, prefixes[:1], 1)
+        assert server.calls[-1] == "pause"
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "garbage", [{}, [], {"output_ids": [3], "meta_info": {"finish_reason": {"type": "length"}}}, "text", None]
+)
+def test_what_is_no_sample_is_a_fault_of_the_server(begin, prefixes, garbage):
+    async def run() -> None:
+        servers = [FakeSglang(), FakeSglang()]
+        async with begin(servers) as client:
+            await client.publish({}, 0)
+            await collect(client, prefixes[:1], 1)
+            servers[0].garbage = garbage
+            checked(prefixes, await collect(client, prefixes, 2))
+            assert client.metrics()["sampler/set_aside"] == (garbage is not None)
+
+    asyncio.run(run())
+
+
+def test_a_key_is_sent_and_its_absence_is_refused_by_name(begin, prefixes, monkeypatch):
+    async def run() -> None:
+        monkeypatch.setenv("THE_KEY", "k" * 32)
+        async with begin([FakeSglang(key="k" * 32)], api_key_variable="THE_KEY") as client:
+            await client.publish({}, 0)
+            checked(prefixes, await collect(client, prefixes, 1))
+        async with begin([FakeSglang(key="k" * 32)]) as client:
+            await client.publish({}, 0)
+            with pytest.raises(Refused, match=r"answered GET /server_info with 401"):
+                await collect(client, prefixes[:1], 1)
+
+    asyncio.run(run())
+
+
+def test_a_server_that_draws_nothing_is_seen_by_its_count_of_tokens(begin, prefixes):
+    async def run() -> None:
+        server = FakeSglang()
+        async with begin([server]) as client:
+            await client.publish({}, 0)
+            await collect(client, prefixes[:1], 1)
+            assert client._fleet is not None
+            http = client._fleet.servers[0].http
+            assert await http.progress() == server.drawn > 0
+            server.metrics = False
+            assert await http.progress() is None
+
+    asyncio.run(run())
+
+
+def test_a_published_folder_is_the_policy_in_the_names_of_hugging_face(tiny: Tiny, tmp_path: Path):
+    """The folder of a version, beside the folder that `save` writes of the same parameters; of three versions two are kept."""
+    from safetensors.numpy import load_file
+
+    from jaxrl_llm.models import hf_weights
+    from jaxrl_llm.samplers.sglang.publisher import FolderPublisher
+
+    hf_weights.save(tiny.policy, tiny.params, tmp_path / "saved", dtype="bfloat16")
+    publisher = FolderPublisher(
+        policy=tiny.policy, folder=tmp_path / "published", dtype="bfloat16", keep=2, canary=np.arange(5)
+    )
+
+    async def run() -> None:
+        for version in range(3):
+            path, manifest = publisher.start(tiny.params, version)
+            await publisher.finish(version)
+            await publisher.prune()
+        assert sorted(x.name for x in (tmp_path / "published").iterdir()) == ["v00000001", "v00000002"]
+        want, got = load_file(tmp_path / "saved/model.safetensors"), load_file(path / "model.safetensors")
+        assert want.keys() == got.keys() == manifest.tensors.keys()
+        for name, x in want.items():
+            np.testing.assert_array_equal(x.view(np.uint16), got[name].view(np.uint16))
+
+    asyncio.run(run())
+    publisher.close(remove=True)
+    assert not (tmp_path / "published").exists()
+
+
+def test_settings_that_cannot_be_are_refused_with_the_way_out(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"either spawn=True or urls"):
+        SglangSampler(spawn=False)
+    with pytest.raises(ValueError, match=r"SGLang reads no object storage"):
+        SglangSampler(publication="s3://bucket/place")
+    with pytest.raises(FileNotFoundError, match=r"has no SGLang .*sglang.LocalServers.python or python_path"):
+        LocalServers().release()
+
+
+def test_the_key_of_a_local_server_is_in_a_file_of_its_user_alone(tmp_path: Path):
+    from jaxrl_llm.samplers.servers.local_server import LocalServer
+
+    config = LocalServers(memory_share=0.5, arguments=("--attention-backend", "fa3"), environment={"A": 1})
+    server = LocalServer(
+        config=config, number=3, model=tmp_path, log=tmp_path / "s" / "server3.log", arguments=("--dtype", "bfloat16")
+    )
+    command = server.command
+    file = Path(command[command.index("--config") + 1])
+    assert file.read_text() == f"api-key: {server.key}\n" and file.stat().st_mode & 0o777 == 0o600
+    assert server.key not in " ".join(command) and config.environment_of(3, server.key)["A"] == "1"
+    assert server.key not in config.environment_of(3, server.key).values()
+    assert command[-4:] == ["--dtype", "bfloat16", "--attention-backend", "fa3"]
+    assert (
+        command[command.index("--random-seed") + 1] == "3"
+        and command[command.index("--mem-fraction-static") + 1] == "0.5"
+    )
