@@ -122,16 +122,17 @@ def open_stage(config: Stage, trainer: Any, number: int) -> StageTrainer:
 
 
 def compiling(stage: StageTrainer, step: int) -> ahead.Background | None:
-    """Begins to compile what the stage's learner runs first, in `step`; None where that is not worthwhile, or only the samples decide what it is."""
+    """Begins to compile what the stage's learner runs from `step` on; None where that is not worthwhile, or only the samples decide what it is."""
     config, learner = stage.config, stage.learner
     known = config.samples and config.schedule is None and step <= stage.offset + config.steps
     known &= learner.policy.architecture.experts is None  # those that are recorded have shapes of their own
     count = example.foreseen(config) if known else 0
     if not count or not ahead.worthwhile():
         return None
+    scores = any(stage.scores_policy(at) for at in range(step, stage.offset + config.steps + 1))
     programs = partial(
         first_programs, learner, lambda: [example.batch_of(config, learner, rows) for rows in config.packing.sizes],
-        count, stage.bases, scores=stage.scores_policy(step),
+        count, stage.bases, scores=scores,
     )  # fmt: skip
     return ahead.Background(programs)
 

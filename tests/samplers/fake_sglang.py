@@ -24,6 +24,7 @@ class FakeSglang:
       status: {route: HTTP status} that is answered in place of the work.
       refuses: whether the next update fails.
       off: added to every log-prob of a prompt.
+      ends: token ids at which the model's own configuration ends a text.
       garbage: what is answered to generations in place of samples; None for samples.
       metrics: whether it counts its tokens.
       bodies: generations that were asked for.
@@ -37,6 +38,7 @@ class FakeSglang:
     status: dict[str, int] = field(default_factory=dict)
     refuses: bool = False
     off: float = 0.0
+    ends: tuple[int, ...] = ()
     garbage: Any = None
     metrics: bool = True
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -147,7 +149,7 @@ class FakeSglang:
             self.drawn += 1
             tokens.append(last)
             rows.append([float(log[last]), last, None])
-            if last in asked["stop_token_ids"]:
+            if not asked["ignore_eos"] and last in {*asked["stop_token_ids"], *self.ends}:  # which ignores both
                 finish = {"type": "stop", "matched": last}
                 break
         meta: dict[str, Any] = {"finish_reason": finish, "weight_version": self.mark, "output_token_logprobs": rows}

@@ -81,12 +81,31 @@ def test_settings_arrive_in_the_words_of_sglang(begin, prefixes):
         sent = server.bodies[0]["sampling_params"]
         want = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.3}
         assert want.items() <= sent.items() and sent["max_new_tokens"] == 9 and sent["stop_token_ids"] == [4, 7]
-        assert sent["ignore_eos"] and sent["no_stop_trim"] and not sent["skip_special_tokens"] and "n" not in sent
+        assert not sent["ignore_eos"] and server.bodies[-1]["sampling_params"]["ignore_eos"], "it ignores stop ids too"
+        assert sent["no_stop_trim"] and not sent["skip_special_tokens"] and "n" not in sent
         assert server.bodies[0]["return_sampling_mask"] and not server.bodies[-1]["return_sampling_mask"]
         assert server.bodies[-1]["sampling_params"]["top_k"] == -1
         for one in (one for group in groups.values() for one in group):
             ended = one.tokens[-1] in (4, 7)
             assert one.finish == ("stop" if ended else "length") and (ended or len(one.tokens) == 9)
+
+    asyncio.run(run())
+
+
+def test_a_text_goes_on_past_an_end_of_the_model_that_is_none_of_the_runs(begin, prefixes):
+    """SGLang stops at the ids of the model's generation_config.json, too, wherever it stops at those of a request."""
+
+    async def run() -> None:
+        server = FakeSglang(ends=(3, 5, 8))
+        async with begin([server]) as client:
+            await client.publish({}, 0)
+            groups = await collect(client, prefixes, 4, SamplingParams(max_tokens=12, stop_token_ids=(4,)))
+        checked(prefixes, groups)
+        passed = 0
+        for one in (one for group in groups.values() for one in group):
+            passed += bool(set(one.tokens[:-1].tolist()) & {3, 5, 8})
+            assert 4 not in one.tokens[:-1] and (one.finish == "stop") == (one.tokens[-1] == 4)
+        assert passed > 10 and len(server.bodies) > 40
 
     asyncio.run(run())
 

@@ -82,6 +82,15 @@ def test_the_first_step_compiles_none_of_its_programs(gin_file: str, shape: dict
     assert len(own(of_step=False)) >= 2
 
 
+def test_a_scoring_pass_of_a_later_step_is_compiled_ahead_too(tmp_path: Path) -> None:
+    later = {"rl/train.Stage.old_logprobs": "'sampler'", "rl/train.Stage.score_every": 3, "STEPS": 4}
+    needless = {"grpo.GRPO.kl_coef": 0.0, "grpo.GRPO.entropy_coef": 0.0}
+    found = run(tmp_path / "run", **TAIL | later | needless)
+    assert ["gap/mean" in line for line in found if line["step"]] == [False, False, True, False]
+    assert own(of_step=True) == []
+    assert any(name.endswith("score)") for name in own(of_step=False))
+
+
 def test_the_run_is_the_same_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = run(tmp_path / "ahead", **TAIL)
     monkeypatch.setattr(ahead, "cores", lambda: 2)

@@ -82,7 +82,7 @@ class SglangHttp(ServerHttp):
             return
         self.arrivals += 1
         try:
-            piece.take(_choice(answer), ask, self.vocabulary, self.version)
+            piece.take(_choice(answer, ask), ask, self.vocabulary, self.version)
         except (KeyError, IndexError, TypeError, AttributeError) as wrong:
             raise ServerFault(f"{self.url} answered something else than a sample: {wrong!r}") from wrong
         except ValueError as wrong:
@@ -96,7 +96,8 @@ class SglangHttp(ServerHttp):
             name: given[name] for name in ("temperature", "top_p", "min_p", "repetition_penalty", "stop_token_ids")
         }
         sampling |= {
-            "max_new_tokens": given["max_tokens"], "top_k": given["top_k"] or -1, "ignore_eos": True, "skip_special_tokens": False,
+            "max_new_tokens": given["max_tokens"], "top_k": given["top_k"] or -1, "skip_special_tokens": False,
+            "ignore_eos": not given["stop_token_ids"],  # which ignores stop_token_ids too
             "no_stop_trim": True,
         }  # fmt: skip
         if given.get("stop"):
@@ -196,7 +197,7 @@ class SglangHttp(ServerHttp):
             raise ServerFault(f"{self.url} answered {route} with {text[:TEXT]!r}") from wrong
 
 
-def _choice(answer: Mapping[str, Any]) -> dict[str, Any]:
+def _choice(answer: Mapping[str, Any], ask: Ask) -> dict[str, Any]:
     """Returns an answer in the form that `Piece.take` reads; an aborted one may hold a token whose log-prob is not there yet."""
     tokens, said = list(answer["output_ids"]), answer["meta_info"]
     drawn = said.get("output_token_logprobs") or []
@@ -206,6 +207,12 @@ def _choice(answer: Mapping[str, Any]) -> dict[str, Any]:
         drawn = drawn[: len(tokens)]
     if [row[1] for row in drawn] != tokens:
         raise ValueError(f"log-probs of other tokens than the {len(tokens)} that were drawn")
+    if (
+        finish == "stop"
+        and tokens
+        and said["finish_reason"].get("matched") == tokens[-1] not in ask.sampling["stop_token_ids"]
+    ):
+        finish = "abort"  # at an end of the model's own, which is none of the run's
     renormalized = said.get("output_token_sampling_logprobs")
     logprobs = [row[0] for row in drawn] if renormalized is None else list(renormalized)[: len(tokens)]
     return {"token_ids": tokens, "logprobs": logprobs, "finish_reason": finish}
