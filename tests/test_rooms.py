@@ -26,7 +26,7 @@ STRANGERS = (
 # Rooms whose files are the members of one family, in any number.
 FAMILIES = ("algorithms", "data", "data.prepare", "rewards", "environments", "eval", "models")
 MODULES_OF_A_FOLDER = 14
-FACES = ("train", "samplers.embedded", "samplers.vllm")
+FACES = ("train", "samplers.embedded", "samplers.vllm", "samplers.sglang")
 
 # Distributions that parts of the package must not import, not even inside a function.
 HOST_ONLY = ("jax", "jaxlib", "flax", "optax", "orbax")

@@ -1,1 +1,1 @@
-"""Samplers, which generate the rollouts: the embedded JAX sampler and the client of vLLM servers."""
+"""Samplers, which generate the rollouts: the embedded JAX sampler and the clients of vLLM and SGLang servers."""

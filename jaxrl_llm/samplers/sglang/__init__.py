@@ -1,4 +1,4 @@
-"""Rollouts from SGLang servers: the second kind that the fleet drives."""
+"""Rollouts from SGLang servers: what is asked of one and by which routes, its command line, published folders."""
 
 from jaxrl_llm.samplers.servers.autoscale import Autoscale
 from jaxrl_llm.samplers.servers.discovery import Discovery

@@ -1,4 +1,4 @@
-"""Rollouts from vLLM servers: the fleet, its client and its updates, local servers."""
+"""Rollouts from vLLM servers: what is asked of one and by which routes, its command line, adapters alone."""
 
 from jaxrl_llm.samplers.servers.autoscale import Autoscale
 from jaxrl_llm.samplers.servers.discovery import Discovery
