@@ -23,6 +23,9 @@ class FakeSglang:
       room: most sequences that are drawn at a time; further ones wait.
       status: {route: HTTP status} that is answered in place of the work.
       refuses: whether the next update fails.
+      context: its context; SGLang keeps six tokens of it free.
+      late: requests that are still read when the next abort comes.
+      retracted: whether requests that are aborted waited to go on.
       off: added to every log-prob of a prompt.
       ends: token ids at which the model's own configuration ends a text.
       garbage: what is answered to generations in place of samples; None for samples.
@@ -37,10 +40,14 @@ class FakeSglang:
     room: int = 1 << 30
     status: dict[str, int] = field(default_factory=dict)
     refuses: bool = False
+    context: int = 1 << 20
+    late: int = 0
+    retracted: bool = False
     off: float = 0.0
     ends: tuple[int, ...] = ()
     garbage: Any = None
     metrics: bool = True
+    orphans: bool = False  # whether requests are drawn whose clients are gone
     bodies: list[dict[str, Any]] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
@@ -65,6 +72,7 @@ class FakeSglang:
         for verb, route in (
             ("GET", "health"), ("GET", "model_info"), ("GET", "server_info"), ("GET", "metrics"), ("POST", "generate"),
             ("POST", "update_weights_from_disk"), ("POST", "pause_generation"), ("POST", "continue_generation"), ("POST", "abort_request"),
+            ("POST", "flush_cache"),
         ):  # fmt: skip
             app.router.add_route(verb, f"/{route}", getattr(self, f"_{route}"))
         self.runner = web.AppRunner(app, shutdown_timeout=0.01, handler_cancellation=True)
@@ -88,7 +96,12 @@ class FakeSglang:
     @web.middleware
     async def _door(self, request: web.Request, handler: Any) -> web.StreamResponse:
         self.counts[request.path] += 1
-        if self.key and request.path != "/health" and request.headers.get("Authorization") != f"Bearer {self.key}":
+        if (
+            self.key
+            and request.path != "/health"
+            and request.path != "/metrics"
+            and request.headers.get("Authorization") != f"Bearer {self.key}"
+        ):
             return web.json_response({"error": "Unauthorized"}, status=401)
         if request.path in self.status:
             return web.Response(status=self.status[request.path], text="a fault of the test")
@@ -101,7 +114,7 @@ class FakeSglang:
         return web.json_response({"model_path": "toy", "is_generation": True, "weight_version": self.mark})
 
     async def _server_info(self, request: web.Request) -> web.Response:
-        return web.json_response({"version": "0.5.17", "internal_states": [{}]})
+        return web.json_response({"version": "0.5.17", "internal_states": [{}], "max_req_input_len": self.context - 6})
 
     async def _metrics(self, request: web.Request) -> web.Response:
         if not self.metrics:
@@ -117,21 +130,26 @@ class FakeSglang:
             return web.json_response(self.garbage)
         if body.get("logprob_start_len", -1) >= 0:
             return self._scored(body)
+        asked = body["sampling_params"]
+        if body["return_sampling_mask"] and asked["top_k"] < 1:
+            return web.Response(status=400, text="return_sampling_mask requires finite top_k")
+        if len(body["input_ids"]) + asked["max_new_tokens"] > self.context - 2:
+            return web.Response(status=400, text="Requested token count exceeds the model's maximum context length")
         self.bodies.append(body)
         one = object()
         self.active[one] = None
         try:
             await self.going.wait()
             if one in self.aborted:  # it had not begun
-                said = {"error": {"message": "Request 7f was aborted", "type": "BadRequest"}}
-                return web.json_response(said, status=400)
+                said = {"error": {"message": "Request 7f was aborted", "code": 499}}
+                return web.json_response(said, status=499)
             return web.json_response(await self._sample(body, one))
         finally:
             self.active.pop(one)
             self.aborted.discard(one)
 
     async def _sample(self, body: dict[str, Any], one: object) -> dict[str, Any]:
-        asked, last = body["sampling_params"], body["input_ids"][-1]
+        asked = body["sampling_params"]
         tokens: list[int] = []
         rows: list[list[Any]] = []
         finish: dict[str, Any] = {"type": "length", "length": asked["max_new_tokens"]}
@@ -139,23 +157,31 @@ class FakeSglang:
             await asyncio.sleep(self.step_s)
             if one in self.aborted:
                 finish = {"type": "abort", "message": "Abort in waiting queue", "status_code": None, "err_type": None}
-                tokens = [*tokens, last] if tokens else []  # whose log-prob is not there yet
+                if self.retracted:
+                    break
+                finish["message"] = "Aborted"  # in the step that draws one more token, whatever it is
+                self._step(body, tokens, rows)
                 break
             if list(self.active).index(one) >= self.room:
                 continue
-            log = table(self.version)[last]
-            noise = np.random.gumbel(size=VOCABULARY) if asked["temperature"] else 0.0
-            last = int(np.argmax(log + noise))
-            self.drawn += 1
-            tokens.append(last)
-            rows.append([float(log[last]), last, None])
+            last = self._step(body, tokens, rows)
             if not asked["ignore_eos"] and last in {*asked["stop_token_ids"], *self.ends}:  # which ignores both
                 finish = {"type": "stop", "matched": last}
                 break
         meta: dict[str, Any] = {"finish_reason": finish, "weight_version": self.mark, "output_token_logprobs": rows}
-        if body["return_sampling_mask"]:
+        if body["return_sampling_mask"] and not (finish["type"] == "abort" and self.retracted):
             meta["output_token_sampling_logprobs"] = [row[0] / 2 for row in rows]
         return {"text": "", "output_ids": tokens, "meta_info": meta}
+
+    def _step(self, body: dict[str, Any], tokens: list[int], rows: list[list[Any]]) -> int:
+        """Draws a token."""
+        log = table(self.version)[[*body["input_ids"], *tokens][-1]]
+        noise = np.random.gumbel(size=VOCABULARY) if body["sampling_params"]["temperature"] else 0.0
+        token = int(np.argmax(log + noise))
+        self.drawn += 1
+        tokens.append(token)
+        rows.append([float(log[token]), token, None])
+        return token
 
     def _scored(self, body: dict[str, Any]) -> web.Response:
         tokens, most = body["input_ids"], body["top_logprobs_num"]
@@ -183,9 +209,17 @@ class FakeSglang:
 
     async def _abort_request(self, request: web.Request) -> web.Response:
         assert (await request.json())["abort_all"]
-        self.calls.append("abort")
-        self.aborted |= self.active.keys()
+        if self.calls[-1:] != ["abort"]:
+            self.calls.append("abort")
+        known = list(self.active)[: len(self.active) - self.late]
+        self.late = 0
+        self.aborted |= set(known)
         return web.Response()
+
+    async def _flush_cache(self, request: web.Request) -> web.Response:
+        assert float(request.query["timeout"]) > 0 and not self.going.is_set()
+        self.calls.append("flush")
+        return web.Response(status=200 if not self.orphans else 400, text="Flush cache failed." * self.orphans)
 
     async def _pause_generation(self, request: web.Request) -> web.Response:
         assert (await request.json())["mode"] == "abort"

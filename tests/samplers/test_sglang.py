@@ -16,6 +16,7 @@ from sampler_cases import MAX_LENGTH, Letters, Tiny
 from jaxrl_llm.experience import SamplingParams
 from jaxrl_llm.samplers.servers.answers import Refused, ServerFault
 from jaxrl_llm.samplers.servers.client import FleetClient
+from jaxrl_llm.samplers.servers.http import many_files
 from jaxrl_llm.samplers.sglang import LocalServers, SglangSampler
 
 pytestmark = pytest.mark.usefixtures("quick_heart")
@@ -62,7 +63,7 @@ def test_every_token_has_the_version_that_drew_it(begin, prefixes, inflight):
         assert len(versions) == sum(min(12, MAX_LENGTH - len(p)) * 3 for p in prefixes)
         assert len(set(versions)) > 1
         abort = ["abort"] if inflight == "abort_resume" else []
-        assert servers[0].calls[-len(abort) - 3 :] == [*abort, "pause", "update 3", "continue"]
+        assert servers[0].calls[-len(abort) - 4 :] == [*abort, "pause", "flush", "update 3", "continue"]
 
     asyncio.run(run())
 
@@ -70,16 +71,14 @@ def test_every_token_has_the_version_that_drew_it(begin, prefixes, inflight):
 def test_settings_arrive_in_the_words_of_sglang(begin, prefixes):
     async def run() -> None:
         server = FakeSglang()
-        cut = SamplingParams(
-            max_tokens=9, temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, repetition_penalty=1.3, stop_token_ids=(4, 7)
-        )
+        cut = SamplingParams(max_tokens=9, temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, stop_token_ids=(4, 7))
         async with begin([server]) as client:
             await client.publish({}, 0)
             groups = await collect(client, prefixes[:2], 2, cut)
             await collect(client, prefixes[:1], 1, SamplingParams(max_tokens=3, temperature=0.0))
         assert len(server.bodies) == 5, "each sample is a request of its own"
         sent = server.bodies[0]["sampling_params"]
-        want = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.3}
+        want = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.0}
         assert want.items() <= sent.items() and sent["max_new_tokens"] == 9 and sent["stop_token_ids"] == [4, 7]
         assert not sent["ignore_eos"] and server.bodies[-1]["sampling_params"]["ignore_eos"], "it ignores stop ids too"
         assert sent["no_stop_trim"] and not sent["skip_special_tokens"] and "n" not in sent
@@ -106,6 +105,99 @@ def test_a_text_goes_on_past_an_end_of_the_model_that_is_none_of_the_runs(begin,
             passed += bool(set(one.tokens[:-1].tolist()) & {3, 5, 8})
             assert 4 not in one.tokens[:-1] and (one.finish == "stop") == (one.tokens[-1] == 4)
         assert passed > 10 and len(server.bodies) > 40
+
+    asyncio.run(run())
+
+
+def test_a_stop_drawn_in_the_step_that_cuts_a_text_ends_it(begin, prefixes):
+    """SGLang's aborted requests have the token of the step in which they end, and say "abort" even where it is a stop."""
+
+    async def run() -> None:
+        server = FakeSglang(step_s=0.005)
+        async with begin([server]) as client:
+            await client.publish({}, 0)
+            stops = SamplingParams(max_tokens=30, stop_token_ids=(0, 3, 5, 8, 11, 14))
+            asked = asyncio.create_task(collect(client, prefixes, 8, stops))
+            for version in range(1, 9):
+                await asyncio.sleep(0.02)
+                await client.publish({}, version)
+            groups = await asked
+        checked(prefixes, groups)
+        for one in (one for group in groups.values() for one in group):
+            assert not set(one.tokens[:-1].tolist()) & {0, 3, 5, 8, 11, 14}
+
+    asyncio.run(run())
+
+
+def test_samples_of_a_part_of_the_distribution_that_were_cut_while_they_waited_are_drawn_again(begin, prefixes):
+    """Of those SGLang gives log-probs of the whole distribution alone: their tokens do not count."""
+
+    async def run() -> None:
+        server = FakeSglang(step_s=0.01, retracted=True)
+        async with begin([server]) as client:
+            await client.publish({}, 0)
+            asked = asyncio.create_task(collect(client, prefixes[:4], 2, SamplingParams(max_tokens=9, top_p=0.8)))
+            await until(lambda: server.drawn > 8)
+            await client.publish({}, 1)
+            groups = await asked
+        for one in (one for group in groups.values() for one in group):
+            object.__setattr__(one, "logprobs", one.logprobs * 2)
+        assert set(checked(prefixes, groups)) == {1}
+
+    asyncio.run(run())
+
+
+def test_an_update_waits_for_requests_that_the_server_still_read_at_the_abort(begin, prefixes):
+    async def run() -> None:
+        server = FakeSglang(step_s=0.05, late=5)
+        async with begin([server]) as client:
+            await client.publish({}, 0)
+            asked = asyncio.create_task(collect(client, prefixes, 2, SamplingParams(max_tokens=20)))
+            await until(lambda: server.drawn > 8)
+            loop = asyncio.get_running_loop()
+            began = loop.time()
+            await client.publish({}, 1)
+            await client.publish({}, 2)  # returns once version 1 is served
+            assert loop.time() - began < 4.0, "the abort is said again"
+            checked(prefixes, await asked)
+
+    asyncio.run(run())
+
+
+def test_a_server_with_requests_of_nobody_is_not_updated_in_their_midst(begin, prefixes):
+    async def run() -> None:
+        servers = [FakeSglang(), FakeSglang()]
+        async with begin(servers) as client:
+            await client.publish({}, 0)
+            await collect(client, prefixes[:1], 1)
+            servers[0].orphans = True
+            await client.publish({}, 1)
+            assert set(checked(prefixes, await collect(client, prefixes, 2))) == {1}
+            assert servers[0].version == 0 and "update 1" not in servers[0].calls
+            servers[0].orphans = False
+            await until(lambda: servers[0].version == 1)
+
+    asyncio.run(run())
+
+
+def test_a_server_with_too_short_a_context_is_refused_with_the_one_that_it_needs(begin, prefixes):
+    async def run(context: int) -> None:
+        async with begin([FakeSglang(context=context)]) as client:
+            await client.publish({}, 0)
+            groups = await collect(client, prefixes, 1, SamplingParams(max_tokens=MAX_LENGTH))
+            assert all(len(p) + len(groups[i][0].tokens) == MAX_LENGTH for i, p in enumerate(prefixes))
+
+    with pytest.raises(Refused, match=rf"--context-length {MAX_LENGTH + 8}"):
+        asyncio.run(run(MAX_LENGTH))
+    asyncio.run(run(MAX_LENGTH + 8))
+
+
+def test_a_penalty_of_repetitions_that_sglang_counts_otherwise_is_refused(begin, prefixes):
+    async def run() -> None:
+        async with begin([FakeSglang()]) as client:
+            await client.publish({}, 0)
+            with pytest.raises(Refused, match=r"set SamplingParams.repetition_penalty = 1 \(got 1.3\)"):
+                await collect(client, prefixes[:1], 1, SamplingParams(max_tokens=3, repetition_penalty=1.3))
 
     asyncio.run(run())
 
@@ -178,7 +270,7 @@ def test_other_weights_than_the_learners_are_found_by_the_canary(begin, prefixes
             await client.publish({}, 0)
             with pytest.raises(ServerFault, match="scores the canary apart from the learner"):
                 await collect(client, prefixes[:1], 1)
-        assert server.calls[-1] == "pause"
+        assert server.calls[-2:] == ["pause", "flush"]
 
     asyncio.run(run())
 
@@ -274,7 +366,7 @@ def test_the_key_of_a_local_server_is_in_a_file_of_its_user_alone(tmp_path: Path
     )
     command = server.command
     file = Path(command[command.index("--config") + 1])
-    assert file.read_text() == f"api-key: {server.key}\n" and file.stat().st_mode & 0o777 == 0o600
+    assert file.read_text() == f"api-key: '{server.key}'\n" and file.stat().st_mode & 0o777 == 0o600
     assert server.key not in " ".join(command) and config.environment_of(3, server.key)["A"] == "1"
     assert server.key not in config.environment_of(3, server.key).values()
     assert command[-4:] == ["--dtype", "bfloat16", "--attention-backend", "fa3"]
@@ -282,3 +374,21 @@ def test_the_key_of_a_local_server_is_in_a_file_of_its_user_alone(tmp_path: Path
         command[command.index("--random-seed") + 1] == "3"
         and command[command.index("--mem-fraction-static") + 1] == "0.5"
     )
+
+
+def test_there_is_room_for_a_connection_to_each_sample(tmp_path: Path):
+    """In a process of its own, since a lowered hard limit stays."""
+    import resource
+    import subprocess
+    import sys
+
+    program = (
+        "import resource as r; from jaxrl_llm.samplers.servers.http import many_files\n"
+        "r.setrlimit(r.RLIMIT_NOFILE, (256, 2048)); many_files(); print(r.getrlimit(r.RLIMIT_NOFILE))\n"
+        "many_files(); print(r.getrlimit(r.RLIMIT_NOFILE))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[:2] == ["(2048, 2048)"] * 2
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    many_files()
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) >= before

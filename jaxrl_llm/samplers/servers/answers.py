@@ -45,6 +45,12 @@ def fault_of(what: str, status: int, text: str) -> Exception:
     return Leaving(said) if status == 503 and text == LEAVING else ServerFault(said)
 
 
+def set_aside(url: str, cause: str) -> ServerFault:
+    """Returns the fault of a request to a server that was set aside, which names the cause once."""
+    said = f"{url} was set aside: "
+    return ServerFault(said + cause.removeprefix(said))
+
+
 @dataclass(eq=False, kw_only=True)
 class Piece:
     """The tokens that one request has drawn for one sample so far.

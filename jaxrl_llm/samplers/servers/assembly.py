@@ -8,7 +8,7 @@ from jaxrl_llm.publication.relays.client import Relays
 from jaxrl_llm.samplers.servers.discovery import Discovery, Membership
 from jaxrl_llm.samplers.servers.fleet import Fleet
 from jaxrl_llm.samplers.servers.fleet_update import Limits
-from jaxrl_llm.samplers.servers.http import ServerHttp
+from jaxrl_llm.samplers.servers.http import ServerHttp, many_files
 from jaxrl_llm.samplers.servers.local_server import LocalServer, all_ready
 from jaxrl_llm.samplers.servers.server_update import Inflight, Server
 
@@ -44,7 +44,8 @@ class Assembly:
         self._servers += [self._named(url) for url in self.urls]
 
     def start(self) -> None:
-        """Starts the children, where they do not wait for the first version."""
+        """Starts the children, where they do not wait for the first version, and makes room for a connection to each sample."""
+        many_files()
         for child in () if self.late else self.children:
             child.start()
 

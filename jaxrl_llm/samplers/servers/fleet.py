@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from jaxrl_llm.publication.relays.client import Relays
-from jaxrl_llm.samplers.servers.answers import Ask, Leaving, Piece, Refused, ServerFault, TooSlow
+from jaxrl_llm.samplers.servers.answers import Ask, Leaving, Piece, Refused, ServerFault, TooSlow, set_aside
 from jaxrl_llm.samplers.servers.fleet_update import Limits, Updates
 from jaxrl_llm.samplers.servers.load_balancer import LoadBalancer
 from jaxrl_llm.samplers.servers.server_update import Inflight, Published, Server, streamed
@@ -167,13 +167,13 @@ class Fleet:
         epoch, earlier = server.epoch, max(0, len(server.committed) - 1)
         try:
             if not server.ready:
-                raise ServerFault(f"{server.http.url} was set aside: {server.cause}")
+                raise set_aside(server.http.url, server.cause)
             if not await self._fly(server, replace(ask, stream=streamed(server, self.inflight)), pieces):
                 self.counters["held"] += 1
                 return [Piece(finish="abort") for _ in pieces]
             await self._approved(server)
             if server.epoch != epoch:
-                raise ServerFault(f"{server.http.url} was set aside: {server.cause}")
+                raise set_aside(server.http.url, server.cause)
             _check_versions(server, pieces, set(server.committed[earlier:]))
         except ServerFault as error:
             self._blame(server, error)
@@ -200,7 +200,7 @@ class Fleet:
             server.held.discard(flight)
             return False
         if flight.cancelled():
-            raise ServerFault(f"{server.http.url} was set aside: {server.cause}")
+            raise set_aside(server.http.url, server.cause)
         flight.result()
         return True
 

@@ -5,6 +5,7 @@ is paused, and carries a mark, by which `server_update.Marks` finds out whether 
 """
 
 import contextlib
+import resource
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,8 @@ from jaxrl_llm.samplers.servers.answers import Ask, Piece, Refused, ServerFault,
 CONNECT_S = 5.0
 TEXT = 400  # characters of a server's answer that an error quotes
 _KEEP_ALIVE_S = 3.0  # shorter than the servers' own 5 s, so that no connection is used while the server closes it
+
+_FILES = 1 << 16
 
 Scores = tuple[Float[np.ndarray, " T-1"], Float[np.ndarray, " T-1"]]
 Ranks = list[dict[str, Any]]
@@ -199,3 +202,11 @@ class ServerHttp(ABC):
 def timeout(limit_s: float) -> aiohttp.ClientTimeout:
     """Returns the limits of one request: in all, and of the connection."""
     return aiohttp.ClientTimeout(total=limit_s, sock_connect=min(CONNECT_S, limit_s))
+
+
+def many_files() -> None:
+    """Raises the process's limit of open files as far as it may, since a request has a connection of its own, and often 1,024 are the limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _FILES if hard == resource.RLIM_INFINITY else min(hard, _FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

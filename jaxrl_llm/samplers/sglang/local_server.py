@@ -25,7 +25,7 @@ class LocalServers(local_server.LocalServers):
         share, settings = self.memory_share, server.log.with_suffix(".yaml")
         settings.parent.mkdir(parents=True, exist_ok=True)
         with open(os.open(settings, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            file.write(f"api-key: {server.key}\n")
+            file.write(f"api-key: '{server.key}'\n")
         return [
             self.executable, "-m", "sglang.launch_server", "--config", str(settings), "--model-path", str(server.model),
             "--host", HOST, "--port", str(server.port), "--load-format", "dummy", "--log-level", "warning", "--enable-metrics",
@@ -33,3 +33,7 @@ class LocalServers(local_server.LocalServers):
             *(() if share is None else ("--mem-fraction-static", str(share))),
             *server.arguments, *map(str, self.arguments),
         ]  # fmt: skip
+
+    def own_environment(self, key: str) -> dict[str, str]:
+        # A server's context is a few tokens longer than the run's texts, which may have all positions of the model.
+        return {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}

@@ -24,7 +24,7 @@ from jaxrl_llm.samplers.servers.local_server import LocalServer, share_gpus
 from jaxrl_llm.samplers.servers.publisher import CANARY, DTYPES, canary_tokens, check_published, default_folder
 from jaxrl_llm.samplers.sglang.local_server import LocalServers
 from jaxrl_llm.samplers.sglang.publisher import FolderPublisher
-from jaxrl_llm.samplers.sglang.server_api import SglangHttp
+from jaxrl_llm.samplers.sglang.server_api import MARGIN, SglangHttp
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +110,7 @@ class SglangSampler(Limits):
             )
         assembly = Assembly(
             children=self._children(policy, tokenizer, max_length, run_dir) if self.spawn else [], key=self._key(), urls=self.urls,
-            discovery=self.discovery, api=lambda url, key: self._http(url, key, policy), limits=self, inflight=self.inflight,
+            discovery=self.discovery, api=lambda url, key: self._http(url, key, policy, max_length), limits=self, inflight=self.inflight,
         )  # fmt: skip
         tokens = canary_tokens(self.canary, tokenizer, policy.architecture.vocabulary_size)[: max_length - 1]
         publisher = FolderPublisher(
@@ -128,11 +128,11 @@ class SglangSampler(Limits):
             seeded=False, remove=self.spawn, autoscale=self.autoscale,
         )  # fmt: skip
 
-    def _http(self, url: str, key: str, policy: Policy) -> SglangHttp:
-        vocabulary = policy.architecture.vocabulary_size
+    def _http(self, url: str, key: str, policy: Policy, max_length: int) -> SglangHttp:
         return SglangHttp(
-            url=url, api_key=key, vocabulary=vocabulary, request_s=self.request_s, control_s=self.control_s
-        )
+            url=url, api_key=key, vocabulary=policy.architecture.vocabulary_size, length=max_length, request_s=self.request_s,
+            control_s=self.control_s, update_s=self.update_s,
+        )  # fmt: skip
 
     def _key(self) -> str:
         if not self.api_key_variable:
@@ -153,7 +153,7 @@ class SglangSampler(Limits):
         # Logits are float32, as the learner's are: in 16 bits those near 16 are 1/16 or 1/8 apart.
         head = () if self.dtype == "float32" else ("--enable-fp32-lm-head",)
         arguments = (
-            "--dtype", self.dtype, *head, "--context-length", str(max_length), "--max-running-requests", str(self.sequences),
+            "--dtype", self.dtype, *head, "--context-length", str(max_length + MARGIN), "--max-running-requests", str(self.sequences),
         )  # fmt: skip
         return [
             LocalServer(

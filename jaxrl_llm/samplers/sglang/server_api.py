@@ -27,9 +27,12 @@ UPDATE, PAUSE, RESUME, ABORT = (
     "/continue_generation",
     "/abort_request",
 )
+FLUSH = "/flush_cache"
+MARGIN = 8  # tokens that a server's context is longer than its texts: SGLang keeps six of it free
 _TOKENS = "sglang:realtime_tokens_total"
 _ABORTED = "was aborted"  # of a request that had not begun
-_POLL_S = 0.02
+_POLL_S, _AGAIN_S = 0.02, 0.2  # seconds between looks at samples that end, and between aborts of those that came late
+_IDLE_S = 5.0  # seconds that a paused server has to end what its clients left
 
 
 @dataclass(eq=False, kw_only=True)
@@ -37,6 +40,8 @@ class SglangHttp(ServerHttp):
     """A client of an SGLang server.
 
     Attributes:
+      length: most tokens of a prefix and its completion together; 0 leaves the server's context unchecked.
+      update_s: most seconds of reading a version, in which the server is paused.
       release: SGLang's version; empty before `open`.
       samples: number of samples that are being drawn.
     """
@@ -44,6 +49,8 @@ class SglangHttp(ServerHttp):
     kind: ClassVar[str] = "SGLang"
     settings: ClassVar[str] = "sglang.SglangSampler"
 
+    length: int = 0
+    update_s: float = 300.0
     release: str = ""
     samples: int = 0
 
@@ -54,14 +61,25 @@ class SglangHttp(ServerHttp):
     async def open(self) -> None:
         info = await self._json("GET", SERVER, limit_s=CONNECT_S)
         try:
-            self.release = str(info["version"])
+            self.release, room = str(info["version"]), int(info.get("max_req_input_len", self.length))
             await self._mark()
-        except (KeyError, TypeError) as wrong:
+        except (KeyError, TypeError, ValueError) as wrong:
             raise Refused(f"{self.url} is no SGLang server: its {SERVER} says {str(info)[:TEXT]!r}") from wrong
+
+        if room < self.length:
+            raise Refused(
+                f"{self.url} takes prompts of {room - 1} tokens at most, and the run's texts have up to {self.length}: start it with "
+                f"--context-length {self.length + MARGIN} and, beyond the model's own, SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1"
+            )
 
     # -- generation ----------------------------------------------------------------------------------------------------
 
     async def generate(self, ask: Ask, pieces: list[Piece]) -> None:
+        if ask.sampling["repetition_penalty"] != 1:
+            raise Refused(
+                "SGLang penalizes the tokens of a response alone, and not those of its prompt: set SamplingParams.repetition_penalty = 1 "
+                f"(got {ask.sampling['repetition_penalty']:g})"
+            )
         self.samples += len(pieces)
         try:
             drawn = (self._sample(ask, piece) for piece in pieces)
@@ -90,13 +108,12 @@ class SglangHttp(ServerHttp):
 
     def _body(self, ask: Ask) -> dict[str, Any]:
         """Returns the request for one of the samples."""
-        given = ask.sampling
-        cut = given["temperature"] > 0 and (given["top_k"] > 0 or given["top_p"] < 1 or given["min_p"] > 0)
+        given, cut = ask.sampling, _cut(ask)
         sampling = {
             name: given[name] for name in ("temperature", "top_p", "min_p", "repetition_penalty", "stop_token_ids")
         }
         sampling |= {
-            "max_new_tokens": given["max_tokens"], "top_k": given["top_k"] or -1, "skip_special_tokens": False,
+            "max_new_tokens": given["max_tokens"], "top_k": given["top_k"] or (self.vocabulary if cut else -1), "skip_special_tokens": False,
             "ignore_eos": not given["stop_token_ids"],  # which ignores stop_token_ids too
             "no_stop_trim": True,
         }  # fmt: skip
@@ -136,7 +153,7 @@ class SglangHttp(ServerHttp):
         path, was = self._staged[0], await self._mark()
         body = {"model_path": path, "load_format": "safetensors", "weight_version": mark, "flush_cache": True}
         try:
-            said = await self._json("POST", UPDATE, body, limit_s=self.control_s)
+            said = await self._json("POST", UPDATE, body, limit_s=self.update_s)
         except Refused as refused:
             raise ServerFault(
                 f"{refused}: does the server see the folder (sglang.SglangSampler.publication)?"
@@ -156,17 +173,23 @@ class SglangHttp(ServerHttp):
         """
         if mode not in ("wait", "abort"):
             raise ValueError(f"an SGLang server is paused by 'wait' or 'abort' (got {mode!r})")
-        if mode == "abort":
-            await self._call("POST", ABORT, {"abort_all": True}, limit_s=self.control_s)
-        ended = await self._ended(CONNECT_S if mode == "abort" else limit_s or self.control_s)
-        if mode == "wait" and not ended:
-            raise TooSlow(f"{self.url} still draws {self.samples} samples after {limit_s or self.control_s:g} s")
-        await self._call("POST", PAUSE, {"mode": "abort"}, limit_s=limit_s or self.control_s)
+        limit_s = limit_s or self.control_s
+        abort = mode == "abort"
+        if not await self._ended(min(CONNECT_S, limit_s) if abort else limit_s, abort=abort) and not abort:
+            raise TooSlow(f"{self.url} still draws {self.samples} samples after {limit_s:g} s")
+        await self._call("POST", PAUSE, {"mode": "abort"}, limit_s=limit_s)
+        try:  # requests whose clients are gone may still be drawn, and an update in their midst ends the server
+            await self._call("POST", f"{FLUSH}?timeout={_IDLE_S:g}", limit_s=limit_s + _IDLE_S)
+        except Refused as refused:
+            raise ServerFault(f"{refused}: it still draws what nobody waits for") from refused
 
-    async def _ended(self, limit_s: float) -> bool:
-        """Waits until no sample is being drawn; returns whether that is so."""
-        limit = time.monotonic() + limit_s
-        while self.samples and time.monotonic() < limit:
+    async def _ended(self, limit_s: float, *, abort: bool) -> bool:
+        """Waits until no sample is being drawn, with `abort` as it has them end; returns whether that is so."""
+        limit, again = time.monotonic() + limit_s, 0.0
+        while self.samples and (now := time.monotonic()) < limit:
+            if abort and now >= again:  # a request that was still read at the last abort has begun since
+                await self._call("POST", ABORT, {"abort_all": True}, limit_s=limit_s)
+                again = now + _AGAIN_S
             await asyncio.sleep(_POLL_S)
         return not self.samples
 
@@ -197,22 +220,28 @@ class SglangHttp(ServerHttp):
             raise ServerFault(f"{self.url} answered {route} with {text[:TEXT]!r}") from wrong
 
 
+def _cut(ask: Ask) -> bool:
+    """Returns whether tokens are drawn from a part of the distribution, of which SGLang gives log-probs on request."""
+    given = ask.sampling
+    return given["temperature"] > 0 and (given["top_k"] > 0 or given["top_p"] < 1 or given["min_p"] > 0)
+
+
 def _choice(answer: Mapping[str, Any], ask: Ask) -> dict[str, Any]:
-    """Returns an answer in the form that `Piece.take` reads; an aborted one may hold a token whose log-prob is not there yet."""
+    """Returns an answer in the form that `Piece.take` reads."""
     tokens, said = list(answer["output_ids"]), answer["meta_info"]
-    drawn = said.get("output_token_logprobs") or []
-    finish = said["finish_reason"]["type"]
-    if finish == "abort":
-        tokens = tokens[: len(drawn)]
-        drawn = drawn[: len(tokens)]
+    drawn, finish = said.get("output_token_logprobs") or [], said["finish_reason"]["type"]
     if [row[1] for row in drawn] != tokens:
-        raise ValueError(f"log-probs of other tokens than the {len(tokens)} that were drawn")
-    if (
-        finish == "stop"
-        and tokens
-        and said["finish_reason"].get("matched") == tokens[-1] not in ask.sampling["stop_token_ids"]
-    ):
+        raise ValueError(f"log-probs of {len(drawn)} other tokens than the {len(tokens)} that were drawn")
+    logprobs = [row[0] for row in drawn]
+    if _cut(ask):
+        logprobs = said.get("output_token_sampling_logprobs") or []
+        if (
+            finish == "abort" and not logprobs
+        ):  # of one that waited to go on, SGLang gives those of the whole distribution alone
+            tokens = []
+    stops, last = ask.sampling["stop_token_ids"], tokens[-1] if tokens else None
+    if finish == "abort" and last in stops:
+        finish = "stop"  # cut in the step that drew it
+    elif finish == "stop" and said["finish_reason"].get("matched") == last not in stops:
         finish = "abort"  # at an end of the model's own, which is none of the run's
-    renormalized = said.get("output_token_sampling_logprobs")
-    logprobs = [row[0] for row in drawn] if renormalized is None else list(renormalized)[: len(tokens)]
     return {"token_ids": tokens, "logprobs": logprobs, "finish_reason": finish}
