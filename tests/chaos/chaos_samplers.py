@@ -22,7 +22,7 @@ from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner
 from jaxrl_llm.experience import SamplingParams
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.samplers.servers import fleet as fleets
-from jaxrl_llm.samplers.servers import http
+from jaxrl_llm.samplers.servers import server_http
 from jaxrl_llm.samplers.servers.client import FleetClient
 from jaxrl_llm.samplers.vllm import server_api
 
@@ -53,7 +53,7 @@ def quick_heart() -> Iterator[None]:
     """A fleet looks after its servers twenty times a second, and gives up sooner on those that do not answer."""
     with (
         patch.object(fleets, "_HEARTBEAT_S", 0.05),
-        patch.object(http, "CONNECT_S", 0.5),
+        patch.object(server_http, "CONNECT_S", 0.5),
         patch.object(server_api, "CONNECT_S", 0.5),
     ):
         yield

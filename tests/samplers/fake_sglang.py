@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -234,3 +235,13 @@ class FakeSglang:
         self.calls.append("continue")
         self.going.set()
         return web.json_response({"status": "ok"})
+
+
+async def serve(port: int) -> None:
+    """Serves until the process is ended: `python fake_sglang.py --port PORT`."""
+    await FakeSglang(port=port).start()
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(int(sys.argv[sys.argv.index("--port") + 1])))

@@ -16,7 +16,7 @@ from sampler_cases import MAX_LENGTH, Letters, Tiny
 from jaxrl_llm.experience import SamplingParams
 from jaxrl_llm.samplers.servers.answers import Refused, ServerFault
 from jaxrl_llm.samplers.servers.client import FleetClient
-from jaxrl_llm.samplers.servers.http import many_files
+from jaxrl_llm.samplers.servers.server_http import many_files
 from jaxrl_llm.samplers.sglang import LocalServers, SglangSampler
 
 pytestmark = pytest.mark.usefixtures("quick_heart")
@@ -383,7 +383,7 @@ def test_there_is_room_for_a_connection_to_each_sample(tmp_path: Path):
     import sys
 
     program = (
-        "import resource as r; from jaxrl_llm.samplers.servers.http import many_files\n"
+        "import resource as r; from jaxrl_llm.samplers.servers.server_http import many_files\n"
         "r.setrlimit(r.RLIMIT_NOFILE, (256, 2048)); many_files(); print(r.getrlimit(r.RLIMIT_NOFILE))\n"
         "many_files(); print(r.getrlimit(r.RLIMIT_NOFILE))"
     )

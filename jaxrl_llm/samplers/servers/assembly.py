@@ -8,8 +8,8 @@ from jaxrl_llm.publication.relays.client import Relays
 from jaxrl_llm.samplers.servers.discovery import Discovery, Membership
 from jaxrl_llm.samplers.servers.fleet import Fleet
 from jaxrl_llm.samplers.servers.fleet_update import Limits
-from jaxrl_llm.samplers.servers.http import ServerHttp, many_files
 from jaxrl_llm.samplers.servers.local_server import LocalServer, all_ready
+from jaxrl_llm.samplers.servers.server_http import ServerHttp, many_files
 from jaxrl_llm.samplers.servers.server_update import Inflight, Server
 
 

@@ -19,7 +19,7 @@ from typing import Literal
 from jaxrl_llm.publication.canary import LISTED, gap
 from jaxrl_llm.publication.manifest import Canary
 from jaxrl_llm.samplers.servers.answers import Refused, ServerFault, check_quantization
-from jaxrl_llm.samplers.servers.http import ServerHttp
+from jaxrl_llm.samplers.servers.server_http import ServerHttp
 
 _log = logging.getLogger(__name__)
 Inflight = Literal["recompute", "stale_kv", "wait", "abort_resume"]

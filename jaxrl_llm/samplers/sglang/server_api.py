@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from jaxrl_llm.samplers.servers.answers import Ask, Piece, Refused, ServerFault, TooSlow
-from jaxrl_llm.samplers.servers.http import CONNECT_S, TEXT, Ranks, Scores, ServerHttp
+from jaxrl_llm.samplers.servers.server_http import CONNECT_S, TEXT, Ranks, Scores, ServerHttp
 
 GENERATE, MODEL, SERVER = "/generate", "/model_info", "/server_info"
 UPDATE, PAUSE, RESUME, ABORT = (

@@ -40,8 +40,8 @@ from jaxrl_llm.models.lora import AdaptedPolicy
 from jaxrl_llm.models.policy import Params
 from jaxrl_llm.publication.manifest import FILE, Manifest
 from jaxrl_llm.samplers.servers.answers import Refused, ServerFault
-from jaxrl_llm.samplers.servers.http import ServerHttp
 from jaxrl_llm.samplers.servers.publisher import Publisher
+from jaxrl_llm.samplers.servers.server_http import ServerHttp
 
 LOAD, UNLOAD, MODELS, METRICS = "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/models", "/metrics"
 RUNTIME = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"

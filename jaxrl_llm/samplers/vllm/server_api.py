@@ -17,7 +17,7 @@ import numpy as np
 from jaxrl_llm.publication import vllm_route
 from jaxrl_llm.samplers.routes import FLAG, START, Recording
 from jaxrl_llm.samplers.servers.answers import Ask, Piece, Refused, ServerFault, Unreached
-from jaxrl_llm.samplers.servers.http import CONNECT_S, TEXT, Ranks, Scores, ServerHttp, timeout
+from jaxrl_llm.samplers.servers.server_http import CONNECT_S, TEXT, Ranks, Scores, ServerHttp, timeout
 from jaxrl_llm.samplers.vllm import adapters
 from jaxrl_llm.samplers.vllm.adapters import LOAD
 
