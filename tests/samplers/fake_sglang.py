@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from aiohttp import web
+from connections import broken_off
 from fake_vllm import VOCABULARY, table
 
 
@@ -86,11 +87,7 @@ class FakeSglang:
         """Breaks every connection and forgets everything, as a killed process does."""
         if self.runner is None:
             return
-        assert self.runner.server is not None
-        for connection in list(self.runner.server.connections):
-            if connection.transport is not None:
-                connection.transport.abort()
-        await self.runner.cleanup()
+        await broken_off(self.runner)
         self.runner, self.version, self.mark = None, -1, "default"
         self.going.set()
 

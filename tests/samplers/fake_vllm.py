@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 from aiohttp import web
+from connections import broken_off
 
 from jaxrl_llm.publication import vllm_route
 
@@ -136,11 +137,7 @@ class FakeVllm:
         """Breaks every connection and forgets everything, as a killed process does."""
         if self.runner is None:
             return
-        assert self.runner.server is not None
-        for connection in list(self.runner.server.connections):
-            if connection.transport is not None:
-                connection.transport.abort()
-        await self.runner.cleanup()
+        await broken_off(self.runner)
         self.runner = None
         self.version, self.staged, self.label, self.mark = -1, (-1, "idle"), "none", ""
         if self.adapters is not None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from fake_vllm import FakeVllm, table
+from fake_vllm import table
 from sampler_cases import MAX_LENGTH, Letters, Tiny
 
 from jaxrl_llm.experience import Completion, SamplingParams
@@ -45,13 +45,19 @@ class ToyPublisher(Publisher):
 
 @asynccontextmanager
 async def running(
-    tiny: Tiny, folder: Path, servers: Sequence[FakeVllm], *, listed: bool = True, **fields: Any
+    tiny: Tiny,
+    folder: Path,
+    servers: Sequence[Any],
+    *,
+    listed: bool = True,
+    kind: type[Any] = VllmSampler,
+    **fields: Any,
 ) -> AsyncIterator[FleetClient]:
-    """Starts servers and a client of them; without `listed`, the client finds them by its Discovery, or at the `urls` of `fields`."""
+    """Starts servers and a client of their kind; without `listed`, the client finds them by its Discovery, or at the `urls` of `fields`."""
     for server in servers:
         await server.start()
     fields = {"urls": [s.url for s in servers] if listed else [], **fields}
-    sampler = VllmSampler(spawn=False, publication=str(folder), **fields)
+    sampler = kind(spawn=False, publication=str(folder), **fields)
     client = sampler.start(tiny.policy, Letters(), max_length=MAX_LENGTH, run_dir=folder)
     toy = {n: getattr(client.publisher, n) for n in ("policy", "folder", "dtype", "keep", "canary")}
     client.publisher = ToyPublisher(**toy)

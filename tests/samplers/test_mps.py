@@ -47,7 +47,7 @@ def test_the_service_is_there_for_the_run_and_its_servers_and_ends_with_it(servi
     code = (
         "import os, time\n"
         "from jaxrl_llm.samplers.servers.local_server import share_gpus; from jaxrl_llm.samplers.vllm.local_server import LocalServers\n"
-        "share_gpus(); folder = os.environ['CUDA_MPS_PIPE_DIRECTORY']; share_gpus()\n"
+        "share_gpus(LocalServers()); folder = os.environ['CUDA_MPS_PIPE_DIRECTORY']; share_gpus(LocalServers())\n"
         "own = LocalServers().environment_of(0)['CUDA_MPS_PIPE_DIRECTORY']\n"
         "print(folder, own, open(folder + '/pid').read().strip(), open(folder + '/output.log').read().strip(), sep='|', flush=True)\n"
         f"time.sleep({60 if killed else 0})\n"
@@ -72,7 +72,7 @@ def test_the_service_is_there_for_the_run_and_its_servers_and_ends_with_it(servi
 def test_a_service_that_does_not_start_is_told_with_its_log(service, monkeypatch):
     monkeypatch.setenv("MPS_FAILS", "1")
     with pytest.raises(RuntimeError, match=r"did not start .*VLLM_MPS = False: Cannot find MPS control daemon process"):
-        share_gpus()
+        share_gpus(LocalServers())
     assert "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
 
 
@@ -80,13 +80,13 @@ def test_without_the_drivers_program_the_run_is_refused(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY", raising=False)
     with pytest.raises(FileNotFoundError, match=r"needs nvidia-cuda-mps-control, .*or set VLLM_MPS = False"):
-        share_gpus()
+        share_gpus(LocalServers())
 
 
 def test_a_service_that_runs_is_taken_as_it_is(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
-    share_gpus()
+    share_gpus(LocalServers())
     assert os.environ["CUDA_MPS_PIPE_DIRECTORY"] == str(tmp_path)
 
 
@@ -95,7 +95,7 @@ def test_a_service_that_runs_is_taken_as_it_is(monkeypatch, tmp_path):
 )
 def test_a_run_starts_it_before_it_looks_at_devices_where_it_is_asked_for(monkeypatch, spawn, mps, several):
     began = []
-    monkeypatch.setattr("jaxrl_llm.samplers.vllm.sampler.share_gpus", lambda: began.append(True))
+    monkeypatch.setattr("jaxrl_llm.samplers.servers.served.share_gpus", lambda servers: began.append(True))
     monkeypatch.setattr(launch, "several", lambda distributed: several)
     urls = () if spawn else ("http://127.0.0.1:1",)
     sampler = VllmSampler(spawn=spawn, urls=urls, local=LocalServers(mps=mps))

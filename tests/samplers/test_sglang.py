@@ -1,8 +1,7 @@
 """The client against servers that play SGLang: every token of its version, settings in SGLang's words, faults, restarts."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,38 +9,21 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_sglang import FakeSglang
-from fleet_cases import ToyPublisher, checked, collect, until
-from sampler_cases import MAX_LENGTH, Letters, Tiny
+from fleet_cases import checked, collect, running, until
+from sampler_cases import MAX_LENGTH, Tiny
 
 from jaxrl_llm.experience import SamplingParams
 from jaxrl_llm.samplers.servers.answers import Refused, ServerFault
-from jaxrl_llm.samplers.servers.client import FleetClient
 from jaxrl_llm.samplers.servers.server_http import many_files
 from jaxrl_llm.samplers.sglang import LocalServers, SglangSampler
 
 pytestmark = pytest.mark.usefixtures("quick_heart")
 
 
-@asynccontextmanager
-async def running(tiny: Tiny, folder: Path, servers: Sequence[FakeSglang], **fields: Any) -> AsyncIterator[FleetClient]:
-    """Starts servers and a client of them."""
-    for server in servers:
-        await server.start()
-    sampler = SglangSampler(spawn=False, urls=[s.url for s in servers], publication=str(folder), **fields)
-    client = sampler.start(tiny.policy, Letters(), max_length=MAX_LENGTH, run_dir=folder)
-    toy = {n: getattr(client.publisher, n) for n in ("policy", "folder", "dtype", "keep", "canary")}
-    client.publisher = ToyPublisher(**toy)
-    try:
-        yield client
-    finally:
-        await client.close()
-        for server in servers:
-            await server.kill()
-
-
 @pytest.fixture
 def begin(tiny: Tiny, tmp_path: Path) -> Callable[..., Any]:
-    return partial(running, tiny, tmp_path)
+    """Starts fake servers and a client of them."""
+    return partial(running, tiny, tmp_path, kind=SglangSampler)
 
 
 @pytest.mark.parametrize("inflight", ["wait", "abort_resume"])
@@ -353,6 +335,10 @@ def test_settings_that_cannot_be_are_refused_with_the_way_out(tmp_path: Path):
         SglangSampler(spawn=False)
     with pytest.raises(ValueError, match=r"SGLang reads no object storage"):
         SglangSampler(publication="s3://bucket/place")
+    with pytest.raises(
+        ValueError, match=r"must leave out --api-key and --config and --host and --port, .*SGLANG_SPAWN = False"
+    ):
+        LocalServers(arguments=("--config", "mine.yaml"))
     with pytest.raises(FileNotFoundError, match=r"has no SGLang .*sglang.LocalServers.python or python_path"):
         LocalServers().release()
 

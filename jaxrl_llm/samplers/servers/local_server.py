@@ -90,6 +90,8 @@ class LocalServers(ABC):
     kind: ClassVar[str]  # as messages name it
     name: ClassVar[str]  # the class, as gin names it
     packages: ClassVar[tuple[str, ...]]  # distributions, one of which a server's Python has
+    macro: ClassVar[str]  # how the names of its gin macros begin
+    chosen: ClassVar[frozenset[str]]  # options that are chosen here
     probes: ClassVar[tuple[str, ...]]  # routes that answer 200 once the server is ready
 
     count: int = 1
@@ -111,10 +113,10 @@ class LocalServers(ABC):
         components.listed(self, "('1',)", "devices")
         components.listed(self, "('FOLDER',)", "python_path")
         components.listed(self, "('--enforce-eager',)", "arguments")
-        if {str(argument).partition("=")[0] for argument in self.arguments} & {"--host", "--port"}:
+        if {str(argument).partition("=")[0] for argument in self.arguments} & self.chosen:
             raise ValueError(
-                f"LocalServers.arguments must leave out --host and --port, which are chosen here (got {list(self.arguments)}): start a "
-                "server of another address yourself, with VLLM_SPAWN = False and its address in VLLM_URLS"
+                f"LocalServers.arguments must leave out {' and '.join(sorted(self.chosen))}, which are chosen here (got {list(self.arguments)}): "
+                f"start a server of another address yourself, with {self.macro}_SPAWN = False and its address in {self.macro}_URLS"
             )
         if self.devices and len(self.devices) != self.count:
             raise ValueError(
@@ -177,8 +179,11 @@ class LocalServers(ABC):
         return int(major), int(minor)
 
 
-def share_gpus() -> None:
+def share_gpus(servers: LocalServers) -> None:
     """Starts CUDA's multi-process service (MPS) for this process and those that it starts; called before JAX takes a GPU.
+
+    Args:
+      servers: the settings that ask for it, which messages name.
 
     Raises:
       FileNotFoundError: NVIDIA's driver has no such service here.
@@ -189,7 +194,7 @@ def share_gpus() -> None:
     service = shutil.which("nvidia-cuda-mps-control")
     if service is None or sys.platform != "linux":
         raise FileNotFoundError(
-            "vllm.LocalServers.mps needs nvidia-cuda-mps-control, which comes with NVIDIA's driver: add its folder to PATH, or set VLLM_MPS = False"
+            f"{servers.name}.mps needs nvidia-cuda-mps-control, which comes with NVIDIA's driver: add its folder to PATH, or set {servers.macro}_MPS = False"
         )
     folder = Path(tempfile.mkdtemp(prefix="jaxrl_llm_mps_"))  # short: a socket's name has at most 107 bytes
     own = {_MPS_PIPE: str(folder), "CUDA_MPS_LOG_DIRECTORY": str(folder)}
@@ -208,7 +213,9 @@ def share_gpus() -> None:
     while not (folder / "control").exists():
         if process.poll() is not None or time.monotonic() > limit:
             said = "\n".join(path.read_text(errors="replace")[-500:] for path in sorted(folder.glob("*.log")))
-            raise RuntimeError(f"CUDA's multi-process service did not start ({service}), set VLLM_MPS = False: {said}")
+            raise RuntimeError(
+                f"CUDA's multi-process service did not start ({service}), set {servers.macro}_MPS = False: {said}"
+            )
         time.sleep(0.05)
     os.environ.update(own)
 

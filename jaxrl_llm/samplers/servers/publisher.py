@@ -6,13 +6,14 @@ computed on the devices; each host writes the shards that it holds, nothing is g
 """
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import os
 import shutil
 import socket
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -184,6 +185,9 @@ class Publisher:
         if jax.process_index() == 0:  # another process may get here after the manifest is written
             shutil.rmtree(path, ignore_errors=True)  # of a version that is published once more
         path.mkdir(parents=True, exist_ok=True)
+        self._check_room(size)
+
+    def _check_room(self, size: int) -> None:
         free = shutil.disk_usage(self.folder).free
         if free < size:
             raise OSError(f"it takes {size / 2**20:.0f} MiB and {free / 2**20:.0f} MiB are free")
@@ -266,6 +270,17 @@ def canary_tokens(text: str, tokenizer: Any, vocabulary: int) -> np.ndarray:
     if len(ids) < 2:
         ids = np.random.default_rng(0).integers(0, vocabulary, 64).astype(np.int32)
     return ids
+
+
+@contextlib.contextmanager
+def appearing(path: Path) -> Iterator[Path]:
+    """Yields a folder to fill, which takes the place of `path` once it is; nothing of it is at `path` before."""
+    partly = path.with_name(f".{path.name}.partial")
+    for old in (partly, path):
+        shutil.rmtree(old, ignore_errors=True)
+    partly.mkdir(parents=True)
+    yield partly
+    os.replace(partly, path)
 
 
 def default_folder(publication: str | None, run_dir: Path) -> Path:

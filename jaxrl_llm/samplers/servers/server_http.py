@@ -48,6 +48,7 @@ class ServerHttp(ABC):
 
     kind: ClassVar[str]  # as messages name it
     settings: ClassVar[str]  # the sampler's class, as gin names it
+    counts: ClassVar[tuple[str, ...]]  # how the lines of /metrics begin that count tokens
 
     url: str
     api_key: str = ""
@@ -67,7 +68,10 @@ class ServerHttp(ABC):
 
     # -- what the fleet asks of a server -------------------------------------------------------------------------------
 
-    spans = False  # whether the server reports the version that drew each token
+    @property
+    def spans(self) -> bool:
+        """Whether the server reports the version that drew each token."""
+        return False
 
     @abstractmethod
     async def open(self) -> None:
@@ -125,9 +129,17 @@ class ServerHttp(ABC):
     async def resume(self) -> None:
         """Goes on generating."""
 
-    @abstractmethod
     async def progress(self) -> float | None:
         """Returns the number of tokens that the server has read and drawn since its start; None where it does not count them."""
+        try:
+            said = await self._call("GET", "/metrics", limit_s=CONNECT_S)
+        except Refused:
+            return None
+        found = [line.rpartition(" ")[2] for line in said.splitlines() if line.startswith(self.counts)]
+        try:
+            return sum(map(float, found)) if found else None
+        except ValueError as wrong:
+            raise ServerFault(f"{self.url} counts its tokens in words that are no numbers: {wrong}") from wrong
 
     async def label(self, version: int) -> None:
         """Tells the server the number of the weights it holds, where it stores one."""

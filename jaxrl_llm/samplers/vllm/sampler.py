@@ -8,7 +8,7 @@ import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 from urllib.parse import quote
 
 import jax
@@ -28,17 +28,16 @@ from jaxrl_llm.samplers.servers.assembly import Assembly
 from jaxrl_llm.samplers.servers.autoscale import Autoscale
 from jaxrl_llm.samplers.servers.client import FleetClient
 from jaxrl_llm.samplers.servers.discovery import Discovery
-from jaxrl_llm.samplers.servers.fleet_update import Limits
-from jaxrl_llm.samplers.servers.local_server import LocalServer, share_gpus
+from jaxrl_llm.samplers.servers.local_server import LocalServer
 from jaxrl_llm.samplers.servers.publisher import (
     CANARY,
-    DTYPES,
     Publisher,
     canary_tokens,
     check_published,
     default_address,
     default_folder,
 )
+from jaxrl_llm.samplers.servers.served import ServedSampler
 from jaxrl_llm.samplers.servers.server_update import Inflight
 from jaxrl_llm.samplers.servers.store_publisher import StorePublisher
 from jaxrl_llm.samplers.vllm import adapters
@@ -95,7 +94,7 @@ MODEL = "policy"  # the policy's name at servers
 
 
 @dataclass(frozen=True, kw_only=True)
-class VllmSampler(Limits):
+class VllmSampler(ServedSampler):
     """Samples from vLLM servers, which get the learner's weights through published checkpoints.
 
     Attributes:
@@ -134,6 +133,8 @@ class VllmSampler(Limits):
       canary: text on which servers and learner are compared after each update (publication/canary.py); empty for none.
     """
 
+    macro: ClassVar[str] = "VLLM"
+
     spawn: bool = True
     local: LocalServers = field(default_factory=LocalServers)
     urls: Sequence[str] = ()
@@ -159,25 +160,9 @@ class VllmSampler(Limits):
     canary: str = CANARY
 
     def __post_init__(self) -> None:
-        if self.spawn == bool(self.urls or self.discovery):
-            cure = "set VLLM_SPAWN = False, or leave the others empty"
-            if not self.spawn:
-                cure = "name servers by VLLM_URLS, VLLM_URLS_FILE or VLLM_URLS_DNS, or set VLLM_SPAWN = True"
-            raise ValueError(
-                f"VllmSampler needs either spawn=True or urls or a Discovery (got spawn={self.spawn}, {len(self.urls)} urls and "
-                f"{self.discovery}): {cure}"
-            )
-        if self.autoscale and not self.discovery:
-            raise ValueError(
-                "VllmSampler.autoscale needs a Discovery, by which servers that come and go are found: name a file or a DNS name by VLLM_URLS_FILE "
-                f"or VLLM_URLS_DNS, or leave Autoscale.command empty (got {self.autoscale.command!r})"
-            )
-        components.listed(self, "('http://127.0.0.1:8000',)", "urls")
-        if not all(url.startswith(("http://", "https://")) for url in self.urls):
-            components.refuse(self, "urls", "addresses like http://HOST:PORT")
+        self.check_servers("('http://127.0.0.1:8000',)")
         if is_stored(self.publication or "") and not (self.publication or "").partition("://")[2].strip("/"):
             components.refuse(self, "publication", "a folder, or gs://BUCKET/PATH or s3://BUCKET/PATH")
-        components.choices(self)
         if self.adapters and (self.transfer != "orbax" or self.proxied or is_stored(self.publication or "")):
             raise ValueError(
                 "VllmSampler.adapters needs transfer 'orbax', servers without a proxy of ours, and a folder for publication, from which vLLM "
@@ -211,18 +196,6 @@ class VllmSampler(Limits):
                 "VllmSampler.record_routes must be False for servers behind a proxy of ours, which hands on no records of experts "
                 f"(got {self.record_routes} with proxied={self.proxied})"
             )
-        components.one_of(self, DTYPES, "dtype")
-        components.above(self, 0, "keep", "sequences", "request_s", "control_s", "update_s", "wait_s", "tries")
-        if self.at_once < 0 or self.straggler_s < 0 or not (self.straggler == 0 or self.straggler > 1):
-            raise ValueError(
-                "VllmSampler.at_once and straggler_s must be >= 0, straggler 0 or > 1 "
-                f"(got {self.at_once}, {self.straggler_s} and {self.straggler})"
-            )
-
-    def before_devices(self) -> None:
-        """Starts what must run before JAX takes a GPU."""
-        if self.spawn and self.local.mps:
-            share_gpus()
 
     def start(
         self, policy: Policy, tokenizer: Any, *, max_length: int, run_dir: Path
@@ -251,7 +224,7 @@ class VllmSampler(Limits):
             return FollowingSampler(publisher=self._publisher(policy, tokenizer, max_length, run_dir), adapted=alone)
         assembly = Assembly(
             children=self._children(policy, tokenizer, max_length, run_dir) if self.spawn else [],
-            key=self._key(), urls=self.urls, discovery=self.discovery, api=lambda url, key: self._http(url, key, policy),
+            key=self.key(), urls=self.urls, discovery=self.discovery, api=lambda url, key: self._http(url, key, policy),
             limits=self, inflight=self.inflight, relays=self._relays(), late=alone,
         )  # fmt: skip
         publisher = self._publisher(policy, tokenizer, max_length, run_dir)
@@ -316,16 +289,6 @@ class VllmSampler(Limits):
         token = os.environ.get(TOKEN_VARIABLE, "")
         check_token(token)
         return Relays(port=self.relay_port, token=token, first=self.relay_first)
-
-    def _key(self) -> str:
-        if not self.api_key_variable:
-            return ""
-        if not os.environ.get(self.api_key_variable):
-            raise ValueError(
-                f"the environment variable {self.api_key_variable} that VllmSampler.api_key_variable names is not set: it holds the "
-                "servers' key"
-            )
-        return os.environ[self.api_key_variable]
 
     def _children(self, policy: Policy, tokenizer: Any, max_length: int, run_dir: Path) -> list[LocalServer]:
         """Returns the local servers, not started yet; writes the folder of their model, except where adapters are published beside a base."""

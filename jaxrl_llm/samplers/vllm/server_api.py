@@ -25,7 +25,6 @@ _log = logging.getLogger(__name__)
 
 GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
 _FINAL_ONLY = 2  # vLLM's RequestOutputKind.FINAL_ONLY
-_TOKENS = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total")
 
 
 @dataclass(eq=False, kw_only=True)
@@ -45,6 +44,7 @@ class VllmHttp(ServerHttp):
 
     kind: ClassVar[str] = "vLLM"
     settings: ClassVar[str] = "vllm.VllmSampler"
+    counts: ClassVar[tuple[str, ...]] = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total")
 
     model: str = "policy"
     proxied: bool = False
@@ -119,7 +119,7 @@ class VllmHttp(ServerHttp):
         return 200
 
     @property
-    def spans(self) -> bool:  # type: ignore[override]
+    def spans(self) -> bool:
         return self.release >= (0, 32)
 
     # -- generation ----------------------------------------------------------------------------------------------------
@@ -246,17 +246,6 @@ class VllmHttp(ServerHttp):
     async def pause(self, mode: str, *, clear_cache: bool, limit_s: float | None = None) -> None:
         query = f"mode={mode}&clear_cache={str(clear_cache).lower()}"
         await self._call("POST", f"/pause?{query}", limit_s=limit_s or self.control_s)
-
-    async def progress(self) -> float | None:
-        try:
-            said = await self._call("GET", "/metrics", limit_s=CONNECT_S)
-        except Refused:
-            return None
-        found = [line.rpartition(" ")[2] for line in said.splitlines() if line.startswith(_TOKENS)]
-        try:
-            return sum(map(float, found)) if found else None
-        except ValueError as wrong:
-            raise ServerFault(f"{self.url} counts its tokens in words that are no numbers: {wrong}") from wrong
 
     async def resume(self) -> None:
         await self._call("POST", "/resume", limit_s=self.control_s)
