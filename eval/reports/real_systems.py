@@ -1,10 +1,10 @@
 """Runs the five systems of gin/real on the GPUs of one host, a run on each GPU at a time, and prints what their arms differ by.
 
-    python -m jaxrl_llm.eval.reports.real_systems --model FOLDER --data FOLDER --out results/real --gpus 2 [--only cs336 classmate] [--seeds 0 1]
+    python -m jaxrl_llm.eval.reports.real_systems --model FOLDER --data FOLDER --out results/real --gpus 2 [--only cs336 classmate_baseline] [--seeds 0 1]
 
 --model is a Hugging Face folder of Qwen2.5-Coder-0.5B-Instruct, --data the DATA of the recipes' headers, whose commands prepare OUT/data_sets.
-A run that starts from another's model (CS336's GRPO from its fine-tuning, Classmate-CoT from that, attacks from the defence) waits for
-that of the first seed. Runs are OUT/NAME-SEED. What has ended is not run again: the same command goes on after --minutes. OUT/tables.md
+--only names systems, or single arms. A run that starts from another's model (CS336's GRPO and Classmate-CoT from CS336's fine-tuning,
+attacks from the defence) waits for that of the first seed. Runs are OUT/NAME-SEED. What has ended is not run again: the same command goes on after --minutes. OUT/tables.md
 has a table of each pair of arms of which a seed has ended (eval.reports.real_runs). The arm classmate_smollm2 needs --classmate.
 """
 
@@ -71,7 +71,7 @@ CS336 = {
 ARMS: dict[str, Sequence[Arm]] = {
     "cs336": (
         Arm("cs336_sft", exported=True, once=True),
-        Arm("cs336_grpo", "cs336_sft", start="cs336_sft", exported=True),
+        Arm("cs336_grpo", "cs336_sft", start="cs336_sft"),
         *(
             Arm(f"cs336_{n}", "cs336_grpo", gin="cs336_grpo", bindings=b, start="cs336_sft", once=True)
             for n, b in CS336.items()
@@ -79,9 +79,9 @@ ARMS: dict[str, Sequence[Arm]] = {
         Arm("cs336_expert_iteration", "cs336_grpo", start="cs336_sft", once=True),
     ),
     "classmate": (
-        Arm("classmate_baseline", start="cs336_grpo"),
-        Arm("classmate_selfplay", "classmate_baseline", start="cs336_grpo"),
-        Arm(SMOLLM2, "classmate_baseline", start="cs336_grpo", once=True),
+        Arm("classmate_baseline", start="cs336_sft"),
+        Arm("classmate_selfplay", "classmate_baseline", start="cs336_sft"),
+        Arm(SMOLLM2, "classmate_baseline", start="cs336_sft", once=True),
     ),
     "darling": (Arm("darling_baseline"), Arm("darling", "darling_baseline")),
     "countdown": (Arm("darling_countdown_baseline"), Arm("darling_countdown", "darling_countdown_baseline")),
@@ -151,10 +151,10 @@ def jobs(
     return found
 
 
-def chosen(systems: Sequence[str]) -> list[Arm]:
-    """Returns the systems' arms, after those from which they start."""
+def chosen(names: Sequence[str]) -> list[Arm]:
+    """Returns the arms of systems, and arms by their own names, after those from which they start."""
     every = {one.name: one for arms in ARMS.values() for one in arms}
-    found = [one for system in dict.fromkeys(systems) for one in ARMS[system]]
+    found = list(dict.fromkeys(one for name in names for one in ARMS.get(name) or [every[name]]))
     while missing := [every[a.start] for a in found if a.start and a.start not in {b.name for b in found}]:
         found = [*dict.fromkeys(missing), *found]
     return sorted(found, key=lambda one: depth(one, every))
@@ -198,7 +198,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--gpus", type=int, default=1, help="GPUs of this host, each for a run at a time (default: 1); 0 for its CPU"
     )
-    parser.add_argument("--only", nargs="+", default=list(ARMS), choices=list(ARMS), help="systems (default: all)")
+    parser.add_argument("--only", nargs="+", default=list(ARMS), help="systems or arms (default: all)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="seeds (default: 0)")
     parser.add_argument("--classmate", type=Path, help="folder of SmolLM2-135M-Instruct (default: no such arm)")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop then; the same command goes on")
@@ -207,6 +207,10 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     for name in ("model", "data", "classmate"):
         if (folder := getattr(given, name)) is not None and not folder.is_dir():
             parser.error(f"--{name} {folder} is no folder")
+    arms = [one.name for arms in ARMS.values() for one in arms]
+    for name in given.only:
+        if name not in (*ARMS, *arms):
+            parser.error(f"--only {name}: systems are {', '.join(ARMS)}, and arms {', '.join(arms)}")
     if not 0 <= given.gpus <= xla_flags.gpus():
         parser.error(f"--gpus must be 0 to {xla_flags.gpus()}, the GPUs that JAX finds here (got {given.gpus})")
     return given

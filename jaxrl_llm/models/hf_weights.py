@@ -320,19 +320,20 @@ def _shards(tensors: Sequence[Tensor], itemsize: int, shard_bytes: int) -> Itera
 
 def _gathered(policy: Policy | ValueModel, leaf: jax.Array, tensor: Tensor, dtype: str) -> np.ndarray:
     index = tuple(None if i is None else jnp.int32(i) for i in tensor.index)
-    own = padding.cut(np.asarray(_replicated(leaf, index, policy, dtype)), tensor.shape)
-    return np.ascontiguousarray(tensor.to_hf(own))
+    form = Tensor(name="", path=(), layer=None, shape=tensor.shape, inputs=tensor.inputs)  # one program for all layers
+    return np.ascontiguousarray(_replicated(leaf, index, policy, dtype, form))
 
 
-@partial(jax.jit, static_argnames=("policy", "dtype"))
+@partial(jax.jit, static_argnames=("policy", "dtype", "form"))
 def _replicated(
-    leaf: jax.Array, index: tuple[jax.Array | None, ...], policy: Policy | ValueModel, dtype: str
+    leaf: jax.Array, index: tuple[jax.Array | None, ...], policy: Policy | ValueModel, dtype: str, form: Tensor
 ) -> jax.Array:
-    """Returns the values of a leaf, on every device, at an index for each axis; None takes the whole axis."""
+    """Returns the values of a leaf in the checkpoint's layout, on every device, at an index for each axis; None takes the whole axis."""
     values = leaf
     for axis, i in reversed(list(enumerate(index))):
         values = values if i is None else jax.lax.dynamic_index_in_dim(values, i, axis, keepdims=False)
-    return jax.lax.with_sharding_constraint(values.astype(dtype), policy.partitioner.replicated)
+    own = form.to_hf(padding.cut(values, form.shape).astype(dtype))
+    return jax.lax.with_sharding_constraint(own, policy.partitioner.replicated)
 
 
 def _config(policy: Policy | ValueModel, tokenizer: Any, dtype: str) -> dict[str, Any]:

@@ -39,15 +39,22 @@ def test_a_run_of_gin_real_takes_its_lines_and_its_model_and_waits_for_all_that_
 def test_what_others_start_from_comes_first_and_is_exported() -> None:
     made = jobs("classmate")
     assert [name for name in made if not name.startswith("data_")] == [
-        "cs336_sft-0", "cs336_sft-0-model", "cs336_grpo-0", "cs336_grpo-0-model", "cs336_grpo-1",
+        "cs336_sft-0", "cs336_sft-0-model",
         "classmate_baseline-0", "classmate_baseline-1", "classmate_selfplay-0", "classmate_selfplay-1", "classmate_smollm2-0",
     ]  # fmt: skip
     for job in made.values():
         assert all(other in list(made)[: list(made).index(job.name)] for other in job.after)
-    run, export = made["cs336_grpo-0"], made["cs336_grpo-0-model"]
+    run, export = made["cs336_sft-0"], made["cs336_sft-0-model"]
     assert len(run.commands) == 1 and run.folder is None  # what has ended is not gone on with where its export fails
-    assert export.after == ["cs336_grpo-0"] and export.folder == OUT / "cs336_grpo-0" / "model"
-    assert export.commands[0][2:] == ["jaxrl_llm.tools.export", str(OUT / "cs336_grpo-0"), "--out", str(export.folder)]
+    assert export.after == ["cs336_sft-0"] and export.folder == OUT / "cs336_sft-0" / "model"
+    assert export.commands[0][2:] == ["jaxrl_llm.tools.export", str(OUT / "cs336_sft-0"), "--out", str(export.folder)]
+
+
+def test_single_arms_are_run_after_those_from_which_they_start() -> None:
+    made = jobs("cs336_nobaseline", "darling", "darling_baseline", seeds=(1,))
+    assert [name for name in made if not name.startswith("data_")] == [
+        "cs336_sft-1", "cs336_sft-1-model", "darling_baseline-1", "darling-1", "cs336_nobaseline-1",
+    ]  # fmt: skip
 
 
 def test_data_are_prepared_once_from_the_given_folder() -> None:
@@ -118,7 +125,7 @@ def test_seeds_and_systems_that_are_said_twice_are_run_once_and_a_classmate_must
 @pytest.mark.parametrize(
     ("flag", "value", "told"),
     [
-        ("--only", "cs337", "invalid choice: 'cs337'"),
+        ("--only", "cs337", "--only cs337: systems are cs336, classmate, "),
         ("--gpus", "9", "must be 0 to"),
         ("--data", "/none", "is no folder"),
     ],

@@ -140,7 +140,9 @@ def written(tiny: Tiny, folder: Path, base: Path | None, dtype: str) -> tuple[Ad
     paths = []
     for version in range(2):
         adapters = jax.tree.map(lambda x: jnp.asarray(random.normal(0, 0.3, x.shape), jnp.float32), policy.abstract())
-        paths.append(publisher.start(policy.joined(adapters, tiny.params), version)[0])
+        handed = jax.tree.map(jnp.copy, adapters)
+        paths.append(publisher.start(policy.joined(handed, tiny.params), version)[0])
+        jax.tree.map(lambda x: x.delete(), handed)  # as an update donates them, while the version is written
         asyncio.run(publisher.finish(version))
     return publisher, adapters, paths
 

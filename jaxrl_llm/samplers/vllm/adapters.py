@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from jaxtyping import Array, Float
 
 from jaxrl_llm.distributed import padding
@@ -192,11 +191,12 @@ class AdapterPublisher(Publisher):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._learner, self._count = run_named(self.tenant), 0
-        self._host: dict[str, np.ndarray] = {}
+        self._stacked: dict[str, jax.Array] = {}
+        self._tensors: list[hf_format.Tensor] = []
         self._manifest_text = ""
 
     def start(self, params: Params, version: int) -> tuple[Path, Manifest]:
-        """Copies the adapters of `AdaptedPolicy.joined` parameters off the devices, and writes the base before the first version.
+        """Copies the adapters of `AdaptedPolicy.joined` parameters on the devices, and writes the base before the first version.
 
         Raises:
           OSError: a folder cannot be written, or is full; earlier versions stay complete.
@@ -210,13 +210,14 @@ class AdapterPublisher(Publisher):
             raise self._unwritten("the base of adapters", error) from error
         self._count += 1
         stacked = exported_adapters(adapters, policy=self.adapted, dtype=self.dtype)
+        for x in stacked.values() if jax.process_index() == 0 else ():
+            x.copy_to_host_async()  # while the canary is computed
         manifest = Manifest(
             version=version, model_type=str(hf_config.write(self.policy.architecture)["model_type"]),
             tied=self.policy.architecture.tied, tensors={}, forward={}, canary=self._canary(params),
         )  # fmt: skip
         if jax.process_index() == 0:
-            self._host = {name: to_host(x) for name, x in stacked.items()}
-            self._host = {t.name: self._host["/".join(t.path)][t.layer] for t in hf_format.tensors(adapters)}
+            self._stacked, self._tensors = stacked, list(hf_format.tensors(adapters))
             self._manifest_text = manifest.to_json()
         self.seconds["blocked_s"] = time.perf_counter() - self._begin
         return path, manifest
@@ -249,10 +250,12 @@ class AdapterPublisher(Publisher):
             hf_weights.save(self.policy, base, self.base, tokenizer=self.tokenizer, dtype=self.dtype)
 
     def _write(self, path: Path) -> None:
+        host = {name: to_host(x) for name, x in self._stacked.items()}
+        named = {t.name: host["/".join(t.path)][t.layer] for t in self._tensors}
         with appearing(path) as partly:
-            hf_weights.write_peft(self.adapted.lora, self._host, partly, None)
+            hf_weights.write_peft(self.adapted.lora, named, partly, None)
             (partly / FILE).write_text(self._manifest_text)
-        self._host = {}
+        self._stacked = {}
 
 
 def taken_apart(params: Params) -> tuple[Params, Params]:
