@@ -3,9 +3,10 @@
     python -m jaxrl_llm.eval.reports.real_systems --model FOLDER --data FOLDER --out results/real --gpus 2 [--only cs336 classmate_baseline] [--seeds 0 1]
 
 --model is a Hugging Face folder of Qwen2.5-Coder-0.5B-Instruct, --data the DATA of the recipes' headers, whose commands prepare OUT/data_sets.
---only names systems, or single arms. A run that starts from another's model (CS336's GRPO and Classmate-CoT from CS336's fine-tuning,
-attacks from the defence) waits for that of the first seed. Runs are OUT/NAME-SEED. What has ended is not run again: the same command goes on after --minutes. OUT/tables.md
-has a table of each pair of arms of which a seed has ended (eval.reports.real_runs). The arm classmate_smollm2 needs --classmate.
+--only names systems, or single arms ("darling" is the system). A run that starts from another's model (CS336's GRPO and Classmate-CoT
+from CS336's fine-tuning, attacks from the defence) waits for that of the first seed. Runs are OUT/NAME-SEED. What has ended is not run again:
+the same command goes on after --minutes. OUT/tables.md has a table of each pair of arms of which a seed has ended (eval.reports.real_runs).
+The arm classmate_smollm2 needs --classmate.
 """
 
 import argparse
@@ -87,14 +88,17 @@ ARMS: dict[str, Sequence[Arm]] = {
     "countdown": (Arm("darling_countdown_baseline"), Arm("darling_countdown", "darling_countdown_baseline")),
     "bupo": (
         Arm("bupo_grpo"),
-        Arm("bupo", "bupo_grpo", bindings=(LAYER,)),
-        *(Arm(f"bupo_{n}", "bupo_grpo", gin="bupo", bindings=(LAYER, f"BUPO_STEPS={n}"), once=True) for n in (13, 40)),
+        *(
+            Arm(f"bupo_{n}", "bupo_grpo", gin="bupo", bindings=(LAYER, f"BUPO_STEPS={n}"), once=n != 6)
+            for n in (6, 13, 40)
+        ),
     ),
     "tokenbuncher": (
         Arm("tokenbuncher_defence", exported=True),
         *attacks("grpo", "ppo", "rloo", "reinforce_plus_plus", "adaptive"),
     ),
 }
+EVERY = {one.name: one for arms in ARMS.values() for one in arms}
 
 
 # -- what is run -------------------------------------------------------------------------------------------------------
@@ -153,16 +157,15 @@ def jobs(
 
 def chosen(names: Sequence[str]) -> list[Arm]:
     """Returns the arms of systems, and arms by their own names, after those from which they start."""
-    every = {one.name: one for arms in ARMS.values() for one in arms}
-    found = list(dict.fromkeys(one for name in names for one in ARMS.get(name) or [every[name]]))
-    while missing := [every[a.start] for a in found if a.start and a.start not in {b.name for b in found}]:
+    found = list(dict.fromkeys(one for name in names for one in ARMS.get(name) or [EVERY[name]]))
+    while missing := [EVERY[a.start] for a in found if a.start and a.start not in {b.name for b in found}]:
         found = [*dict.fromkeys(missing), *found]
-    return sorted(found, key=lambda one: depth(one, every))
+    return sorted(found, key=depth)
 
 
-def depth(one: Arm, every: dict[str, Arm]) -> int:
+def depth(one: Arm) -> int:
     """Returns how many arms come before one."""
-    return 0 if one.start is None else 1 + depth(every[one.start], every)
+    return 0 if one.start is None else 1 + depth(EVERY[one.start])
 
 
 # -- what comes of it --------------------------------------------------------------------------------------------------
@@ -171,7 +174,7 @@ def depth(one: Arm, every: dict[str, Arm]) -> int:
 def tables(out: Path) -> str:
     """Returns, in Markdown, a table of each arm against the one it is compared with, at the seeds of which both have ended."""
     ended, text = {mark.name for mark in (out / "ended").iterdir()}, ""
-    for one in (one for arms in ARMS.values() for one in arms):
+    for one in EVERY.values():
         seeds = sorted(name.rsplit("-", 1)[1] for name in ended if re.fullmatch(rf"{one.name}-\d+", name))
         both = [s for s in seeds if f"{one.against}-{s}" in ended]
         if both:
@@ -198,7 +201,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--gpus", type=int, default=1, help="GPUs of this host, each for a run at a time (default: 1); 0 for its CPU"
     )
-    parser.add_argument("--only", nargs="+", default=list(ARMS), help="systems or arms (default: all)")
+    only = f"systems ({', '.join(ARMS)}) or arms (default: all)"
+    parser.add_argument("--only", nargs="+", default=list(ARMS), choices=[*ARMS, *EVERY], metavar="NAME", help=only)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="seeds (default: 0)")
     parser.add_argument("--classmate", type=Path, help="folder of SmolLM2-135M-Instruct (default: no such arm)")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop then; the same command goes on")
@@ -207,10 +211,6 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     for name in ("model", "data", "classmate"):
         if (folder := getattr(given, name)) is not None and not folder.is_dir():
             parser.error(f"--{name} {folder} is no folder")
-    arms = [one.name for arms in ARMS.values() for one in arms]
-    for name in given.only:
-        if name not in (*ARMS, *arms):
-            parser.error(f"--only {name}: systems are {', '.join(ARMS)}, and arms {', '.join(arms)}")
     if not 0 <= given.gpus <= xla_flags.gpus():
         parser.error(f"--gpus must be 0 to {xla_flags.gpus()}, the GPUs that JAX finds here (got {given.gpus})")
     return given

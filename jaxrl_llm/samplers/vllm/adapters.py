@@ -250,12 +250,12 @@ class AdapterPublisher(Publisher):
             hf_weights.save(self.policy, base, self.base, tokenizer=self.tokenizer, dtype=self.dtype)
 
     def _write(self, path: Path) -> None:
-        host = {name: to_host(x) for name, x in self._stacked.items()}
+        stacked, self._stacked = self._stacked, {}
+        host = {name: to_host(x) for name, x in stacked.items()}
         named = {t.name: host["/".join(t.path)][t.layer] for t in self._tensors}
         with appearing(path) as partly:
             hf_weights.write_peft(self.adapted.lora, named, partly, None)
             (partly / FILE).write_text(self._manifest_text)
-        self._stacked = {}
 
 
 def taken_apart(params: Params) -> tuple[Params, Params]:
