@@ -352,3 +352,16 @@ def test_a_text_in_place_of_a_list_is_refused_and_numbers_are_taken_as_text(tmp_
     assert (given["CUDA_VISIBLE_DEVICES"], given["VLLM_CPU_KVCACHE_SPACE"]) == ("3", "1")
     server = LocalServer(config=config, number=0, model=tmp_path, log=tmp_path / "log", arguments=())
     assert server.command[-2:] == ["--seed", "1"]
+
+
+def test_servers_on_gpus_have_one_thread_of_pytorch_unless_it_is_said_otherwise(monkeypatch):
+    name = "OMP_NUM_THREADS"
+    monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("jaxrl_llm.distributed.xla_flags.gpus", lambda: 0)
+    assert name not in LocalServers().environment_of(0)  # on a CPU they compute with all cores
+    assert LocalServers(devices=(0,)).environment_of(0)[name] == "1"
+    monkeypatch.setattr("jaxrl_llm.distributed.xla_flags.gpus", lambda: 1)
+    assert LocalServers().environment_of(0)[name] == "1"
+    assert LocalServers(environment={name: 4}).environment_of(0)[name] == "4"
+    monkeypatch.setenv(name, "2")
+    assert LocalServers().environment_of(0)[name] == "2"

@@ -26,6 +26,7 @@ from typing import IO, ClassVar
 import aiohttp
 
 from jaxrl_llm import components, serving
+from jaxrl_llm.distributed import xla_flags
 from jaxrl_llm.samplers.servers.answers import ServerFault, Unreached
 
 _log = logging.getLogger(__name__)
@@ -143,10 +144,15 @@ class LocalServers(ABC):
         return self.python or sys.executable
 
     def environment_of(self, number: int, key: str = "") -> dict[str, str]:
-        """Returns the environment variables of server `number`."""
+        """Returns the environment variables of server `number`.
+
+        Beside a GPU a server's PyTorch has one thread: with a thread for each core of the host, those of several servers wait for one
+        another at every operation. OMP_NUM_THREADS of this process, or in `environment`, counts instead.
+        """
         given = [str(Path(folder).expanduser().absolute()) for folder in self.python_path]
         path = [*given, *_SOURCE, *filter(None, [os.environ.get("PYTHONPATH", "")])]
         found = {
+            **({"OMP_NUM_THREADS": "1"} if self.devices or xla_flags.gpus() else {}),
             **serving.without_secrets(),
             "PYTHONPATH": os.pathsep.join(path),
             **self.own_environment(key),
