@@ -39,6 +39,7 @@ start() {
   local number server until=$((SECONDS + READY_S))
   need MODEL "the folder or Hugging Face id of the classifier"
   need_tools "$PYTHON" curl
+  export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # of PyTorch: with one for each core, those of several servers wait for one another
   for ((number = 0; number < GPUS; number++)); do
     case $SERVER in
       vllm) server=(-m vllm.entrypoints.openai.api_server --model "$MODEL" --served-model-name similarity --runner pooling) ;;

@@ -65,7 +65,7 @@ if [ "$major" -gt 0 ] || [ "$minor" -ge 30 ]; then
   scale_out=(--enable-scale-out)
 fi
 export PYTHONUNBUFFERED=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # of PyTorch beside a GPU: threads of several servers would wait for one another
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # of PyTorch: with one for each core, those of several servers wait for one another
 vllm=("$SAMPLER_PYTHON" -m vllm.entrypoints.openai.api_server --model "$MODEL" --served-model-name policy
   --host 127.0.0.1 --port "$VLLM_PORT" --load-format dummy --generation-config vllm --logprobs-mode processed_logprobs
   --hf-overrides '{"head_dtype": "float32"}' --tensor-parallel-size "$TENSOR_PARALLEL" "${scale_out[@]}"

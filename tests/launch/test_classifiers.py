@@ -7,7 +7,7 @@ import pytest
 from stand_ins import Machine, commands
 
 # A server waits until it is ended; it notes its GPU, its port and the rest.
-PYTHON = 'echo "$CUDA_VISIBLE_DEVICES $*" >>"$ANSWERS/servers"; exec sleep 60'
+PYTHON = 'echo "$CUDA_VISIBLE_DEVICES $OMP_NUM_THREADS $*" >>"$ANSWERS/servers"; exec sleep 60'
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def test_a_server_for_each_gpu_is_started_once_and_stopped(machine):
         "-m vllm.entrypoints.openai.api_server --model some/classifier --served-model-name similarity --runner pooling"
     )
     assert sorted(file.read_text().splitlines()) == [
-        f"{gpu} {served} --host 127.0.0.1 --port {port} --max-model-len 4096" for gpu, port in ((3, 8100), (5, 8101))
+        f"{gpu} 1 {served} --host 127.0.0.1 --port {port} --max-model-len 4096" for gpu, port in ((3, 8100), (5, 8101))
     ]
     again = machine.run("classifiers.sh", "start", CUDA_VISIBLE_DEVICES="3,5")
     assert again.stderr.count("runs already") == 2 and len(file.read_text().splitlines()) == 2

@@ -26,7 +26,7 @@ case "$*" in
   "-m pip"*) ;;
   "-m vllm"*)
     [ -z "${JAXRL_LLM_TOKEN:-}" ] || touch "$ANSWERS/leaked"
-    echo "${CUDA_VISIBLE_DEVICES:-all} ${VLLM_PORT:-none}" >>"$ANSWERS/devices"
+    echo "${CUDA_VISIBLE_DEVICES:-all} ${VLLM_PORT:-none} ${OMP_NUM_THREADS:-none}" >>"$ANSWERS/devices"
     exec sleep 60 ;;
   *) exec sleep 60 ;;
 esac
@@ -108,7 +108,9 @@ def test_samplers_are_started_once_and_the_learner_is_given_their_addresses(mach
     listens = sorted((call[-3], call[-1], call[-5]) for call in proxies)
     assert listens == [(host, f"900{n}", f"http://127.0.0.1:800{n}") for host in ("gpu1", "gpu2") for n in (0, 1)]
     devices = sorted((machine.home / "answers" / "devices").read_text().splitlines())
-    assert devices == ["0 none", "0 none", "1 none", "1 none"], "a GPU each, and no VLLM_PORT, which is vLLM's own too"
+    assert devices == ["0 none 1", "0 none 1", "1 none 1", "1 none 1"], (
+        "a GPU each, no VLLM_PORT, which is vLLM's own too, and one thread of PyTorch"
+    )
     assert not (machine.home / "answers" / "leaked").exists(), "vLLM needs no token"
 
     status = machine.run("gpu_samplers.sh", "status")

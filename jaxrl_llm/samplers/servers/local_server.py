@@ -146,8 +146,9 @@ class LocalServers(ABC):
     def environment_of(self, number: int, key: str = "") -> dict[str, str]:
         """Returns the environment variables of server `number`.
 
-        Beside a GPU a server's PyTorch has one thread: with a thread for each core of the host, those of several servers wait for one
-        another at every operation. OMP_NUM_THREADS of this process, or in `environment`, counts instead.
+        Beside a GPU a server's PyTorch has one thread: with one for each core of the host, those of several servers wait for one another
+        wherever they compute on the CPU (https://github.com/vllm-project/vllm/pull/49919). OMP_NUM_THREADS of this process, or in
+        `environment`, counts instead.
         """
         given = [str(Path(folder).expanduser().absolute()) for folder in self.python_path]
         path = [*given, *_SOURCE, *filter(None, [os.environ.get("PYTHONPATH", "")])]

@@ -192,7 +192,6 @@ class AdapterPublisher(Publisher):
         super().__post_init__()
         self._learner, self._count = run_named(self.tenant), 0
         self._stacked: dict[str, jax.Array] = {}
-        self._tensors: list[hf_format.Tensor] = []
         self._manifest_text = ""
 
     def start(self, params: Params, version: int) -> tuple[Path, Manifest]:
@@ -217,8 +216,7 @@ class AdapterPublisher(Publisher):
             tied=self.policy.architecture.tied, tensors={}, forward={}, canary=self._canary(params),
         )  # fmt: skip
         if jax.process_index() == 0:
-            self._stacked, self._tensors = stacked, list(hf_format.tensors(adapters))
-            self._manifest_text = manifest.to_json()
+            self._stacked, self._manifest_text = stacked, manifest.to_json()
         self.seconds["blocked_s"] = time.perf_counter() - self._begin
         return path, manifest
 
@@ -252,7 +250,7 @@ class AdapterPublisher(Publisher):
     def _write(self, path: Path) -> None:
         stacked, self._stacked = self._stacked, {}
         host = {name: to_host(x) for name, x in stacked.items()}
-        named = {t.name: host["/".join(t.path)][t.layer] for t in self._tensors}
+        named = {t.name: host["/".join(t.path)][t.layer] for t in hf_format.tensors(self.adapted.sizes())}
         with appearing(path) as partly:
             hf_weights.write_peft(self.adapted.lora, named, partly, None)
             (partly / FILE).write_text(self._manifest_text)
